@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Anchored
 from opslot.patchgen.forms import ModuleView
+from opslot.patchgen.source import nodes_below
 
 _CU_SEQLENS = '''
 def _opslot_cu_seqlens(kwargs):
@@ -66,6 +68,7 @@ def pass_documents(module: ModuleView, patch: PatchConfig) -> None:
                 _pass(module, patch, method, call)
 
 
+@lru_cache(maxsize=64)
 def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
     """The calls of the instances of a class, in the forwards of those whose constructors make them."""
     found = []
@@ -73,7 +76,7 @@ def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
         constructor, forward = (module.upstream.find(f"{name}.{method}") for method in ("__init__", "forward"))
         if constructor is None or forward is None:
             continue
-        for node in ast.walk(constructor):
+        for node in nodes_below(constructor):
             if isinstance(node, ast.Assign) and _makes(module, node.value, owner):
                 called = _names_of(forward, ast.unparse(node.targets[0]))
                 found += [(f"{name}.forward", call) for call in _calls_of(forward, called)]
@@ -83,19 +86,19 @@ def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
 def _makes(module: ModuleView, value: ast.expr, owner: str) -> bool:
     """Whether an expression calls a class, or what it takes from a table of classes with it."""
     made = {owner, *(name for name, classes in module.tables.items() if owner in classes)}
-    calls = (node.func for node in ast.walk(value) if isinstance(node, ast.Call))
+    calls = (node.func for node in nodes_below(value) if isinstance(node, ast.Call))
     return any(ast.unparse(f.value if isinstance(f, ast.Subscript) else f) in made for f in calls)
 
 
 def _names_of(forward: ast.AST, attribute: str) -> set[str]:
     """What a method calls the modules of an attribute: the attribute, and variables of loops over it."""
-    loops = (node for node in ast.walk(forward) if isinstance(node, ast.For) and attribute in ast.unparse(node.iter))
-    targets = {name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
+    loops = (node for node in nodes_below(forward) if isinstance(node, ast.For) and attribute in ast.unparse(node.iter))
+    targets = {name.id for loop in loops for name in nodes_below(loop.target) if isinstance(name, ast.Name)}
     return {attribute, *targets}
 
 
 def _calls_of(forward: ast.AST, names: set[str]) -> list[ast.Call]:
-    return [node for node in ast.walk(forward) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+    return [node for node in nodes_below(forward) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
 
 
 def documents_reach(module: ModuleView, owner: str) -> bool:
@@ -157,7 +160,7 @@ def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, t
         classes = "".join(f"{name}, " for name in takers)
         given = f"_opslot_passed_to({ast.unparse(call.func)}, ({classes}), {kwargs})"
     passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
-    count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in ast.walk(definition))
+    count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
     patch.replace(method, text, ast.unparse(passed).replace("_PASSED", given), count=count)
     add_helpers(patch, _PASSED, _PASSED_TO)
 
@@ -167,7 +170,7 @@ def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:
     owner = method.partition(".")[0]
     target = ast.unparse(call.func)
     constructor = module.upstream.find(f"{owner}.__init__")
-    assigned = ast.walk(constructor) if constructor is not None else ()
+    assigned = nodes_below(constructor) if constructor is not None else ()
     for node in assigned:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == target and isinstance(node.value, ast.Call):
             forward = module.upstream.find(f"{ast.unparse(node.value.func)}.forward")

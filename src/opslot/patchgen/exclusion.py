@@ -8,10 +8,11 @@ import libcst as cst
 
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import Exclude
-from opslot.patchgen.tree import Node, Replacements, replace_nodes, walk
+from opslot.patchgen.tree import Node, Replacements, names_below, replace_nodes, walk
 
 
 def apply_exclude(edit: Exclude, document: Document) -> None:
+    document.parse()
     for name in edit.whole:
         document.get(name, edit)
     before = _references(document.module)
@@ -57,9 +58,8 @@ def _references(module: cst.Module) -> dict[str, set[str]]:
         owner = node.name.value if isinstance(node, cst.FunctionDef | cst.ClassDef) else "the module"
         if owner == "the module" and _is_all(node):
             continue
-        for child in walk(node):
-            if isinstance(child, cst.Name) and child.value != owner:
-                found.setdefault(child.value, set()).add(owner)
+        for name in names_below(node) - {owner}:
+            found.setdefault(name, set()).add(owner)
     return found
 
 
@@ -67,9 +67,10 @@ def _drop_isinstance_branches(document: Document, name: str) -> None:
     """Drop `if isinstance(x, name)` branches, and the name from tuples of classes."""
     body = list(document.module.body)
     for index, node in enumerate(body):
-        while swap := _next_swap(node, name):
+        while name in names_below(node) and (swap := _next_swap(node, name)):
             node = replace_nodes(node, swap)
-        body[index] = _filled(node)
+        if node is not body[index]:
+            body[index] = _filled(node)
     document.module = document.module.with_changes(body=body)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import textwrap
+from collections.abc import Iterator
+from functools import lru_cache
 
 
+@lru_cache(maxsize=2048)
 def fingerprint(source: str) -> str:
     """Fingerprint of a function or method, given its source text.
 
@@ -21,8 +24,8 @@ def fingerprint(source: str) -> str:
     function.name = "f"
     if ast.get_docstring(function) is not None:
         function.body = function.body[1:] or [ast.Pass()]
-    normalised = ast.fix_missing_locations(_Normaliser(_local_names(function)).visit(function))
-    return hashlib.sha256(ast.unparse(normalised).encode()).hexdigest()[:12]
+    _normalise(function, _local_names(function))
+    return hashlib.sha256(ast.unparse(function).encode()).hexdigest()[:12]
 
 
 def _local_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str]:
@@ -39,24 +42,30 @@ def _local_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, 
     return names
 
 
-def _in_order(node: ast.AST) -> list[ast.AST]:
-    nodes = [node]
-    for child in ast.iter_child_nodes(node):
-        nodes.extend(_in_order(child))
-    return nodes
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    remaining = [node]
+    while remaining:
+        current = remaining.pop()
+        yield current
+        remaining.extend(reversed(list(ast.iter_child_nodes(current))))
 
 
-class _Normaliser(ast.NodeTransformer):
-    def __init__(self, names: dict[str, str]) -> None:
-        self.names = names
+def _normalise(root: ast.AST, names: dict[str, str]) -> None:
+    """Give parameters and variables the names in `names`, and drop annotations."""
+    for node in ast.walk(root):
+        if isinstance(node, ast.Name):
+            node.id = names.get(node.id, node.id)
+        elif isinstance(node, ast.arg):
+            node.arg, node.annotation = names.get(node.arg, node.arg), None
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(node, field, None)
+            if isinstance(statements, list):
+                statements[:] = map(_without_annotation, statements)
 
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        return ast.arg(arg=self.names.get(node.arg, node.arg))
 
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        return ast.Name(id=self.names.get(node.id, node.id), ctx=node.ctx)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
-        if node.value is None:
-            return ast.Pass()
-        return ast.Assign(targets=[self.visit(node.target)], value=self.visit(node.value))
+def _without_annotation(statement: ast.stmt) -> ast.stmt:
+    if not isinstance(statement, ast.AnnAssign):
+        return statement
+    if statement.value is None:
+        return ast.Pass()
+    return ast.copy_location(ast.Assign(targets=[statement.target], value=statement.value), statement)

@@ -17,7 +17,7 @@ from typing import Protocol
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Slot
 from opslot.patchgen.fingerprint import fingerprint
-from opslot.patchgen.source import UpstreamModule
+from opslot.patchgen.source import UpstreamModule, nodes_below
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,14 @@ class ModuleView:
         return len(find_matches(compile_pattern(pattern), definition))
 
     @cached_property
-    def nodes(self) -> list[ast.AST]:
+    def nodes(self) -> tuple[ast.AST, ...]:
         """Every node of the module."""
-        return list(ast.walk(self.tree))
+        return nodes_below(self.tree)
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The plain names in the module."""
+        return names_in(self.tree)
 
     @cached_property
     def calls_by_method(self) -> dict[str, list[tuple[str, ast.Call]]]:
@@ -355,7 +360,7 @@ class FunctionForms:
 
 def names_in(node: ast.AST) -> set[str]:
     """The plain names in a tree."""
-    return {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
+    return {found.id for found in nodes_below(node) if isinstance(found, ast.Name)}
 
 
 def skip_callers(module: ModuleView, op: str, pattern: str, reason: str) -> Iterator[Skip]:
@@ -371,7 +376,7 @@ def skip_callers(module: ModuleView, op: str, pattern: str, reason: str) -> Iter
 
 
 def _named_calls(node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    for call in ast.walk(node):
+    for call in nodes_below(node):
         if not isinstance(call, ast.Call):
             continue
         function = call.func

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
@@ -10,7 +12,8 @@ from libcst.helpers import get_full_name_for_node
 from opslot._base.errors import PatchError
 from opslot.patchgen.document import Document
 from opslot.patchgen.inheritance import absolute_name
-from opslot.patchgen.tree import comment, is_docstring, replace_nodes, walk
+from opslot.patchgen.tree import Replacements, comment, is_docstring, names_below, replace_nodes, walk_statements
+from opslot.patchgen.unparsed import Unparsed
 
 
 def finish_module(document: Document) -> None:
@@ -23,13 +26,29 @@ def finish_module(document: Document) -> None:
 
 
 def _make_imports_absolute(document: Document) -> None:
-    swaps: dict[int, cst.CSTNode] = {}
-    for node in walk(document.module):
-        if isinstance(node, cst.ImportFrom) and node.relative:
-            name = get_full_name_for_node(node.module) if node.module else None
-            absolute = absolute_name(document.patch.source_module, len(node.relative), name)
-            swaps[id(node)] = node.with_changes(relative=[], module=_dotted(absolute))
-    document.module = replace_nodes(document.module, swaps)
+    document.parse(lambda definition: re.search(r"\bfrom\s*\.", definition.text) is not None)
+
+    def swaps(statement: cst.CSTNode) -> Replacements:
+        relative = [n for n in walk_statements(statement) if type(n) is cst.ImportFrom and n.relative]
+        return {id(node): _absolute(node, document.patch.source_module) for node in relative}
+
+    _replace_statements(document, swaps)
+
+
+def _replace_statements(document: Document, swaps: Callable[[cst.CSTNode], Replacements]) -> None:
+    """Replace nodes of the module, given those of each top-level statement."""
+    body: list[Any] = []
+    for statement in document.module.body:
+        found = swaps(statement)
+        new = replace_nodes(statement, found) if found else statement
+        body += new if isinstance(new, list) else [new]
+    document.module = document.module.with_changes(body=body)
+
+
+def _absolute(node: cst.ImportFrom, module: str) -> cst.ImportFrom:
+    name = get_full_name_for_node(node.module) if node.module else None
+    absolute = absolute_name(module, len(node.relative), name)
+    return node.with_changes(relative=[], module=_dotted(absolute))
 
 
 def _dotted(name: str) -> cst.Name | cst.Attribute:
@@ -42,9 +61,12 @@ def _dotted(name: str) -> cst.Name | cst.Attribute:
 
 def _drop_import_names(document: Document) -> None:
     wanted = set(document.patch.dropped_imports)
+    if not wanted:
+        return
+    document.parse(lambda definition: definition.mentions("import"))
     swaps: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {}
     dropped: set[str] = set()
-    for node in walk(document.module):
+    for node in walk_statements(document.module):
         if not isinstance(node, cst.SimpleStatementLine):
             continue
         for small in node.body:
@@ -74,7 +96,8 @@ def _bound_name(alias: cst.ImportAlias) -> str:
 
 def _add_after_imports(document: Document) -> None:
     patch = document.patch
-    used = {node.value for node in walk(document.module) if isinstance(node, cst.Name)}
+    document.parse(lambda definition: any(map(definition.mentions, document.imports)))
+    used = set().union(*map(names_below, document.module.body)) if document.imports else set()
     inherited = [statement for name, statement in document.imports.items() if name in used]
     statements = [spec.statement for spec in patch.additional_imports] + _merged(inherited)
     blocks = [text.strip("\n") for text in (*patch.post_import_blocks, *patch.helpers)]
@@ -120,7 +143,7 @@ def _end_of_imports(body: Sequence[cst.CSTNode]) -> int:
     """Position after the last plain import above the first definition."""
     end = 0
     for index, node in enumerate(body):
-        if isinstance(node, cst.FunctionDef | cst.ClassDef):
+        if isinstance(node, cst.FunctionDef | cst.ClassDef | Unparsed):
             break
         if isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Import | cst.ImportFrom):
             end = index + 1

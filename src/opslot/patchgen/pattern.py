@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.tree import children, fields, replace_nodes, walk
+from opslot.patchgen.tree import children, fields, replace_nodes, walk, walk_statements
 
 _VARIABLE = re.compile(r"\$(\*?)([A-Za-z_]\w*)")
 _ONE = "__opslot_one_"
@@ -58,7 +58,7 @@ def compile_pattern(text: str) -> Pattern:
 def find_matches(pattern: Pattern, scope: cst.CSTNode) -> list[Match]:
     """Every match in the blocks of `scope`, outermost first; an expression is found in the statement around it."""
     matches: list[Match] = []
-    for node in walk(scope):
+    for node in walk_statements(scope):
         if type(node) is cst.IndentedBlock:
             if pattern.expression is not None:
                 matches.extend(_expression_matches(pattern.expression, node))

@@ -14,7 +14,7 @@ from opslot.patchgen.fingerprint import fingerprint
 from opslot.patchgen.fused_loss import UnknownLossError
 from opslot.patchgen.losses import loss_region, loss_statements
 from opslot.patchgen.pattern import Match, compile_pattern, find_matches
-from opslot.patchgen.tree import is_docstring, splice
+from opslot.patchgen.tree import is_docstring, names_below, splice
 
 
 def apply_slot_method(edit: SlotMethod, document: Document) -> None:
@@ -95,11 +95,15 @@ def apply_slot_calls(edit: SlotCalls, document: Document) -> None:
         expect_fingerprint(document, edit, symbol, allowed)
     routed = cst.parse_expression(f"(self.{edit.slot.attribute} or {edit.target})")
     call = compile_pattern(f"{edit.target}($*arguments)")
+    called = set(edit.target.split("."))
     total = 0
+    document.parse(lambda definition: all(map(definition.mentions, called)))
     for class_name, method_name in _methods(document.module):
         symbol = f"{class_name}.{method_name}"
         method = document.get(symbol, edit)
         assert isinstance(method, cst.FunctionDef)
+        if not called <= names_below(method):
+            continue
         found = find_matches(call, method.body)
         if not found:
             continue

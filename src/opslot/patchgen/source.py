@@ -10,7 +10,7 @@ import io
 import re
 import tokenize
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from opslot._base.errors import PatchError
@@ -97,8 +97,17 @@ class UpstreamModule:
     def _lines(self) -> list[str]:
         return self.text.splitlines(keepends=True)
 
+    @cached_property
+    def _found(self) -> dict[str, Definition | None]:
+        return {}
+
     def find(self, name: str) -> Definition | None:
         """The definition called `name`, `Class` or `Class.method`; the last one wins, as it does in Python."""
+        if name not in self._found:
+            self._found[name] = self._find(name)
+        return self._found[name]
+
+    def _find(self, name: str) -> Definition | None:
         found: Definition | None = None
         scope: list[ast.stmt] = self.tree.body
         for part in name.split("."):
@@ -144,6 +153,20 @@ class UpstreamModule:
                     methods = (child for child in statement.body if isinstance(child, Definition))
                     names.extend(f"{statement.name}.{method.name}" for method in methods)
         return names
+
+
+@lru_cache(maxsize=2048)
+def nodes_below(root: ast.AST) -> tuple[ast.AST, ...]:
+    """The nodes that `ast.walk` yields, without contexts such as ast.Load; for trees that do not change."""
+    nodes = [root]
+    for node in nodes:
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if type(value) is list:
+                nodes += [item for item in value if isinstance(item, ast.AST)]
+            elif isinstance(value, ast.AST) and name != "ctx":
+                nodes.append(value)
+    return tuple(nodes)
 
 
 def installed_release() -> Release:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import libcst as cst
@@ -90,9 +91,10 @@ def children(node: cst.CSTNode) -> list[cst.CSTNode]:
     found: list[cst.CSTNode] = []
     for name in _fields_of(type(node)) or ():
         value = getattr(node, name)
-        if type(value) in (list, tuple):
-            found.extend(filter(is_node, value))
-        elif is_node(value):
+        kind = type(value)
+        if kind is tuple or kind is list:
+            found += [item for item in value if _fields_of(type(item)) is not None]
+        elif kind is not str and value is not None and _fields_of(kind) is not None:
             found.append(value)
     return found
 
@@ -104,6 +106,41 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         current = remaining.pop()
         yield current
         remaining.extend(reversed(children(current)))
+
+
+# Fields that hold statements and what consists of them.
+_STATEMENTS = ("cases", "finalbody", "orelse", "handlers", "body")
+
+
+def walk_statements(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """What `walk` yields, without expressions, for a module, a block or a statement."""
+    remaining = [node]
+    while remaining:
+        current = remaining.pop()
+        yield current
+        for name in _STATEMENTS:
+            value = getattr(current, name, None)
+            if isinstance(value, list | tuple):
+                remaining.extend(reversed(value))
+            elif value is not None:
+                remaining.append(value)
+
+
+@lru_cache(maxsize=4096)
+def names_below(root: cst.CSTNode) -> frozenset[str]:
+    """The identifiers in a statement, attributes and arguments included. Functions inside are looked up once."""
+    names: set[str] = set()
+    remaining = [root]
+    while remaining:
+        current = remaining.pop()
+        kind = type(current)
+        if kind is cst.Name:
+            names.add(current.value)  # type: ignore[attr-defined]
+        elif kind is cst.FunctionDef and current is not root:
+            names |= names_below(current)
+        else:
+            remaining += children(current)
+    return frozenset(names)
 
 
 def replace_nodes(root: Node, replacements: Replacements) -> Node:

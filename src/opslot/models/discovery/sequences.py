@@ -11,8 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, ModuleView, names_in
+from opslot.patchgen.source import nodes_below
 from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS
 
 # Transformers' masks of tokens that see earlier tokens of their document.
@@ -225,6 +227,7 @@ class WholeSequences:
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} attends to other states than its own")
 
 
+@lru_cache(maxsize=8)
 def decoder_layers(module: ModuleView) -> list[str]:
     """Classes called DecoderLayer; in a module of language models without such classes, those called Block or Layer."""
     layers = [name for name in module.classes if name.endswith("DecoderLayer")]
@@ -284,7 +287,7 @@ def _counting_rows(module: ModuleView) -> Iterator[str]:
         ):
             continue
         embeds = any(
-            ast.unparse(call.func) in embeddings for call in ast.walk(constructor) if isinstance(call, ast.Call)
+            ast.unparse(call.func) in embeddings for call in nodes_below(constructor) if isinstance(call, ast.Call)
         )
         if embeds and "embed_positions" in module.text(forward):
             yield name
@@ -296,7 +299,7 @@ def _attends_to_others(module: ModuleView, forward: str) -> bool:
     if definition is None or "ALL_ATTENTION_FUNCTIONS" not in module.text(forward):
         return False
     others = OTHER_STATES & {*module.parameters(forward)}
-    tests = (node.test for node in ast.walk(definition) if isinstance(node, ast.If | ast.IfExp))
+    tests = (node.test for node in nodes_below(definition) if isinstance(node, ast.If | ast.IfExp))
     return bool(others) and not others & set().union(*map(names_in, tests))
 
 
@@ -309,11 +312,13 @@ def _acts_per_token(module: ModuleView, name: str, method: ast.FunctionDef) -> b
 
 def _counts_positions(method: ast.FunctionDef) -> bool:
     """Whether a method calls arange, other than where it gets no position_ids."""
-    without = (n for n in ast.walk(method) if isinstance(n, ast.If) and ast.unparse(n.test) == "position_ids is None")
-    defaults = {id(inner) for branch in without for node in branch.body for inner in ast.walk(node)}
+    without = (
+        n for n in nodes_below(method) if isinstance(n, ast.If) and ast.unparse(n.test) == "position_ids is None"
+    )
+    defaults = {id(inner) for branch in without for node in branch.body for inner in nodes_below(node)}
     return any(
         isinstance(node, ast.Attribute) and node.attr == "arange" and id(node) not in defaults
-        for node in ast.walk(method)
+        for node in nodes_below(method)
     )
 
 
@@ -324,12 +329,12 @@ def _selects_under_mask(method: ast.FunctionDef) -> bool:
     """
     masked = {
         name
-        for node in ast.walk(method)
+        for node in nodes_below(method)
         if isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(_MASKED)
         for name in _targets(iter([node]))
         if ast.unparse(node.value).startswith(name)
     }
-    returned = [ast.unparse(node.value) for node in ast.walk(method) if isinstance(node, ast.Return) and node.value]
+    returned = [ast.unparse(node.value) for node in nodes_below(method) if isinstance(node, ast.Return) and node.value]
     return bool(returned) and all(text.partition(".topk(")[0] in masked for text in returned)
 
 
@@ -337,7 +342,7 @@ def _modules(method: ast.FunctionDef) -> set[str]:
     """Names of torch's modules that a constructor makes."""
     attributes = {
         node.func.attr: ast.unparse(node.func.value)
-        for node in ast.walk(method)
+        for node in nodes_below(method)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     return {name for name, owner in attributes.items() if owner in ("nn", "torch.nn") and name[:1].isupper()}
@@ -345,8 +350,8 @@ def _modules(method: ast.FunctionDef) -> set[str]:
 
 def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[str]) -> str:
     """Why a method or function may mix tokens, or ""."""
-    raised = {id(inner) for node in ast.walk(method) if isinstance(node, ast.Raise) for inner in ast.walk(node)}
-    for node in (node for statement in method.body for node in ast.walk(statement)):
+    raised = {id(inner) for node in nodes_below(method) if isinstance(node, ast.Raise) for inner in nodes_below(node)}
+    for node in (node for statement in method.body for node in nodes_below(statement)):
         if id(node) in raised:
             continue
         if (
@@ -404,6 +409,7 @@ def _slices_tokens(node: ast.Subscript) -> bool:
     return any(isinstance(x, ast.Slice) and (x.lower or x.upper or x.step) for x in node.slice.elts[:-1])
 
 
+@lru_cache(maxsize=8)
 def masks_without_positions(module: ModuleView) -> str:
     """Why masks can't separate the documents of a packed sequence, or "".
 
@@ -415,6 +421,7 @@ def masks_without_positions(module: ModuleView) -> str:
     return "its masks are made without position_ids, so packed documents would attend to each other"
 
 
+@lru_cache(maxsize=8)
 def calls_to_give_positions(module: ModuleView) -> dict[str, Counter[str]]:
     """Source text of the calls that make a decoder's masks without position_ids in a method that has them; how often.
 
@@ -433,13 +440,16 @@ def _pads_itself(module: ModuleView) -> Iterator[str]:
     """The methods that make a padding mask of ones for a mask: with one, Transformers does not look at positions."""
     for method, calls in module.callers(*_MASKS).items():
         definition = module.upstream.find(method)
-        assigned = (node for node in ast.walk(definition) if isinstance(node, ast.Assign)) if definition else iter(())
+        assigned = (
+            (node for node in nodes_below(definition) if isinstance(node, ast.Assign)) if definition else iter(())
+        )
         ones = _targets(node for node in assigned if ast.unparse(node.value).startswith("torch.ones("))
         given = {ast.unparse(k.value) for call in calls for k in call.keywords if k.arg == "attention_mask"}
         if ones & given:
             yield method
 
 
+@lru_cache(maxsize=8)
 def _calls_without_positions(module: ModuleView) -> set[str]:
     assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
     # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
@@ -467,7 +477,7 @@ def _targets(assigned: Iterator[ast.Assign]) -> set[str]:
 
 def _copied(node: ast.AST) -> set[str]:
     """The names whose `copy()` is called."""
-    calls = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
+    calls = (call.func for call in nodes_below(node) if isinstance(call, ast.Call))
     return set().union(*(names_in(f) for f in calls if isinstance(f, ast.Attribute) and f.attr == "copy"))
 
 

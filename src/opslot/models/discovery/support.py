@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from opslot.models.discovery.sequences import calls_to_give_positions
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView
+from opslot.patchgen.source import nodes_below
 from opslot.slots.protocol import UPSTREAM_GLOBALS
 
 # Heads that Transformers' `Generic<head>` mixins implement.
@@ -74,7 +75,7 @@ def _select_frequencies_per_document(patch: PatchConfig, module: ModuleView) -> 
 def _assigned(statement: ast.stmt) -> Iterator[ast.Name]:
     """The names that a statement of a module assigns, outside of functions and classes."""
     if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        for node in ast.walk(statement):
+        for node in nodes_below(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 yield node
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
+from opslot.patchgen.source import nodes_below
 from opslot.slots.protocol import ATTENTION_OPTIONS, CU_SEQLENS_FOR_FLASH
 
 OP = "attention"
@@ -154,7 +155,9 @@ class CuSeqlensForFlash:
 def _cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
     """The text of each branch of a method that passes cu_seqlens to a FlashAttention of Transformers."""
     definition = module.upstream.find(forward)
-    branches = (node for node in ast.walk(definition) if isinstance(node, ast.If)) if definition else ()
+    if definition is None or "is_flash_attention_requested" not in module.text(forward):
+        return []
+    branches = (node for node in nodes_below(definition) if isinstance(node, ast.If))
     texts = ("\n".join(map(ast.unparse, node.body)) for node in branches if _asks_for_flash(node.test))
     return [text for text in texts if "cu_seq_lens_q" in text]
 
@@ -225,7 +228,7 @@ def _cross_calls(module: ModuleView, forward: str) -> tuple[str, Counter[str]] |
         return None
     (states,) = given
     calls = Counter(map(ast.unparse, module.calls(forward, "attention_interface")))
-    if not any(isinstance(node, ast.Compare) and ast.unparse(node.left) == states for node in ast.walk(definition)):
+    if not any(isinstance(node, ast.Compare) and ast.unparse(node.left) == states for node in nodes_below(definition)):
         return "True", calls
     return (f"{states} is not None", calls) if _is_unchanged(module, forward, states) else None
 
@@ -240,7 +243,7 @@ def _is_unchanged(module: ModuleView, forward: str, text: str) -> bool:
     """Whether an expression is a parameter of the method that the method does not assign."""
     definition = module.upstream.find(forward)
     assert definition is not None
-    names = (node for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    names = (node for node in nodes_below(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     return text in module.parameters(forward) and all(node.id != text for node in names)
 
 
@@ -266,7 +269,7 @@ def _is_false(node: ast.expr | None) -> bool:
 
 def other_masks(module: ModuleView, needed: bool = True) -> str:
     """Why the masks of a module can't be read, or ""."""
-    makers = {n.id for n in module.nodes if isinstance(n, ast.Name) and re.fullmatch(r"create_\w*mask\w*", n.id)}
+    makers = {name for name in module.names if re.fullmatch(r"create_\w*mask\w*", name)}
     own = {name for name in makers if module.text(name) or name not in _MASKS}
     if makers & _MASKS or not needed:
         return ""

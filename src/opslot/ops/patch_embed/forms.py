@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView
+from opslot.patchgen.source import nodes_below
 
 _SLOT = Slot("patch_embed", "standard")
 _ARGUMENTS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias")
@@ -62,7 +63,7 @@ def _patch_convolutions(init: ast.AST | None) -> list[str]:
     """Attributes that a constructor sets to a convolution with stride = kernel size, without padding."""
     assert init is not None
     found = []
-    for node in ast.walk(init):
+    for node in nodes_below(init):
         match node:
             case ast.Assign(
                 targets=[ast.Attribute(ast.Name(id="self"), attribute)],

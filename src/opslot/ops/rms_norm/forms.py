@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
+from opslot.patchgen.source import nodes_below
 
 # `_norm` of classes with a separate method: x / rms(x).
 _NORMALIZED = "afb4c281cbb3"
@@ -159,7 +160,7 @@ class ResidualNorms:
 def _residual_norms(forward: ast.AST | None) -> Iterator[str]:
     """The attribute of the norm of each `_SUMS` + `_NORM` in a forward."""
     assert forward is not None
-    for node in ast.walk(forward):
+    for node in nodes_below(forward):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
