@@ -23,6 +23,8 @@ class OwnForCausalLM(nn.Module):
         ("BartForCausalLM", True),
         ("BertForMaskedLM", True),
         ("DistilBertForMaskedLM", True),
+        ("GPT2LMHeadModel", False),
+        ("MarianMTModel", True),
         ("SeamlessM4TForTextToText", True),
         ("EuroBertForMaskedLM", False),
         ("LlamaForCausalLM", False),

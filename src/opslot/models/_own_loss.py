@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opslot.models._conditional import transformers_model
 
-_HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText")
+_HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText", "LMHeadModel", "MTModel")
 _IGNORED = -100
 _LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_fct")
 

@@ -31,7 +31,7 @@ NORMS = MethodForms(
         Reviewed(
             "9f7bc56f7622",
             "standard",
-            "the same in the weight's dtype where that is half precision, else in the dtype that torch promotes both to",
+            "the same, in the weight's dtype where that is half precision, else in the promoted dtype",
             "t5, mt5, umt5, longt5, switch_transformers, pix2struct, pop2piano, udop",
             args="{0}.to(torch.promote_types({0}.dtype, self.weight.dtype)), self.weight, self.variance_epsilon{rest}",
             returns="{call}.to(self.weight.dtype)",
