@@ -245,6 +245,26 @@ def test_slots_of_generated_classes(arch, prefix, slots):
     assert not discover(arch).skips
 
 
+@pytest.mark.parametrize(
+    ("arch", "slot"),
+    [
+        ("gpt2", "GPT2Attention attention/causal"),
+        ("t5", "T5LayerNorm.forward rms_norm/standard"),
+        ("gemma4", "Gemma4RMSNorm.forward rms_norm/cast_after_weight"),
+        ("deepseek_v4", "DeepseekV4UnweightedRMSNorm.forward rms_norm/unweighted"),
+    ],
+)
+def test_slots_of_further_forms(arch, slot):
+    assert slot in discover(arch).patch.slots
+
+
+@pytest.mark.parametrize("arch", ["rembert", "roformer"])
+def test_layers_with_bidirectional_masks_are_not_those_of_a_decoder(arch):
+    model = AutoModelForCausalLM.from_config(tiny_config(arch))
+    opslot.apply(model, "eager")
+    assert keeps_sequences(model) == "it has no decoder layers"
+
+
 def skipped(arch, name):
     return getattr(importlib.import_module(f"opslot.generated.{arch}"), name)._opslot_skipped
 
@@ -338,8 +358,8 @@ def test_code_that_acts_per_token_does_not_prevent_packing(arch):
     assert kept <= {"_opslot_keeps_sequences = 'its language model is not separate from its encoder'"}
 
 
-@pytest.mark.quick("dbrx")
-@pytest.mark.parametrize("arch", ["dbrx", "ernie4_5_vl_moe", "gemma3n_text", "jetmoe", "moshi", "zamba"])
+@pytest.mark.quick("dbrx", "gpt2")
+@pytest.mark.parametrize("arch", ["dbrx", "ernie4_5_vl_moe", "gemma3n_text", "gpt2", "jetmoe", "moshi", "zamba"])
 def test_packed_documents_equal_the_documents_alone(arch):
     found = check_architecture(arch, checks=["packed"])["packed"]
     assert found.result == "passed", found.detail
@@ -426,7 +446,7 @@ def test_model_without_slots_raises():
         opslot.build_foundation_model(config)
 
 
-@pytest.mark.parametrize("arch", ["axk2", "deepseek_v4", "doge", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
+@pytest.mark.parametrize("arch", ["axk2", "doge", "hy_v4", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
 def test_similar_code_is_skipped(arch):
     found = discover(arch)
     text = generate(found.patch, installed_release()).text
@@ -434,7 +454,7 @@ def test_similar_code_is_skipped(arch):
     skips = {skip.symbol.split(",")[0]: skip for skip in found.skips}
     unlike = {
         "axk2": ("AXK2GatedRMSNorm", "another norm"),
-        "deepseek_v4": ("DeepseekV4UnweightedRMSNorm", "another norm"),
+        "hy_v4": ("HYV4UnweightedRMSNorm", "another norm"),
         "doge": ("load_balancing_loss_func", "computes another loss"),
         # The same code as Cohere's, but the angles are learned.
         "lightglue": ("apply_rotary_pos_emb", "or learned angles"),
