@@ -485,7 +485,7 @@ def test_command(tmp_path, capsys):
     assert attention["reason"] == "changes the attention mask"
     assert report["problem"] == ""
 
-    assert main(["discover", "fnet"]) == 1
+    assert main(["discover", "xlm"]) == 1
     assert "no code that opslot has a form of" in capsys.readouterr().out
 
 
@@ -502,7 +502,7 @@ def test_command_verify_fails_with_a_reason(capsys):
 
 
 def test_old_name_of_the_command_is_deprecated(capsys):
-    assert main(["port", "fnet"]) == 1
+    assert main(["port", "xlm"]) == 1
     assert "`opslot port` is deprecated, use `opslot discover`" in capsys.readouterr().err
 
 
