@@ -78,7 +78,7 @@ _ARGUMENTS = {
     None,
 }
 # Options that the kernel reads from the module when it is bound.
-_OPTIONS = ("sliding_window", "softcap", "s_aux")
+_OPTIONS = ("sliding_window", "softcap", "s_aux", "dropout")
 _SPARSE = {"indices", "block_indices"}
 
 
@@ -204,7 +204,9 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
         return f"passes {', '.join(sorted(unread))}, which its eager attention does not read"
     if OTHER_STATES & {*module.parameters(forward)} and _cross_calls(module, forward) is None:
         return "attends to other states than its own, in another way than cross attention"
-    if any((text := _mask_of(call)) and not _is_given(module, forward, text) for call in calls):
+    # Queries of other cross attention, such as that of images' query tokens, may be broadcast over the batch.
+    given_by = _is_given if variant == "causal" else _is_unchanged
+    if any((text := _mask_of(call)) and not given_by(module, forward, text) for call in calls):
         return "changes the attention mask"
     if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
         return "does not state whether it is causal"
@@ -274,7 +276,8 @@ def _options(module: ModuleView, forward: str) -> dict[str, str]:
         for option in _OPTIONS:
             value = _argument(call, option)
             if value is not None and not isinstance(value, ast.Constant):
-                attribute = re.search(r"self\.(?:config, ['\"])?(\w+)", ast.unparse(value))
+                # Dropout is that of a module, `self.dropout.p if self.training else 0.0`, or a number.
+                attribute = re.search(r"self\.(?!training\b)(?:config(?:\.|, ['\"]))?(\w+)", ast.unparse(value))
                 found[option] = attribute.group(1) if attribute else option
     return found
 
