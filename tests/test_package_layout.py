@@ -172,7 +172,11 @@ def test_architecture_additions_are_one_folder(added):
 
 def test_new_form_is_one_file(added):
     assert added["form"] == [
-        [["GPT2LMHeadModel", "cross_entropy_loss/causal"], ["GPT2MLP", "gelu_mlp/standard"]],
+        [
+            ["GPT2Attention", "attention/causal"],
+            ["GPT2LMHeadModel", "cross_entropy_loss/causal"],
+            ["GPT2MLP", "gelu_mlp/standard"],
+        ],
         {"gelu_mlp": ["gelu_mlp", "standard"]},
     ]
 

@@ -60,3 +60,24 @@ def test_skipped_experts_get_zero_gradients_and_change_no_output():
     assert experts["b"].weight.grad.any()
     with torch.no_grad():
         assert torch.equal(experts(x, "b")[0], expected)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts({name: nn.Linear(3, 3) for name in "abc"})
+
+    def forward(self, x, chosen):
+        return self.experts(x, chosen)[0]
+
+
+def test_skipped_experts_get_zero_gradients_in_compiled_code():
+    layer = Layer()
+    x = torch.randn(2, 3)
+    weight = layer.experts["b"].weight
+    expected = torch.autograd.grad(layer(x, "b").sum(), weight)
+    add_zero_of_skipped_modules(layer)
+    torch.compiler.reset()
+    torch.compile(layer, backend="eager", fullgraph=True)(x, "b").sum().backward()
+    assert torch.equal(weight.grad, *expected)
+    assert all(p.grad is not None and not p.grad.any() for name in "ac" for p in layer.experts[name].parameters())

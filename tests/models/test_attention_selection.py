@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AutoConfig
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.verify.random_model import random_model
+from opslot.verify.random_model import random_ids, random_model, whole_batch
 from opslot.verify.tiny import tiny_config
 
 SIZES = {
@@ -207,3 +207,14 @@ def test_named_override_without_a_match_raises():
     wanted = {"model.layers.7.*": {"attn_implementation": "sdpa"}}
     with pytest.raises(ConfigError, match="no module path like this has the op; model has it"):
         opslot.apply(model, {"overrides": wanted})
+
+
+@pytest.mark.parametrize(("arch", "field"), [("bert", "attention_probs_dropout_prob"), ("gpt2", "attn_pdrop")])
+def test_dropout_of_any_name_is_known(arch, field):
+    config = tiny_config(arch)
+    setattr(config, field, 0.1)
+    model = random_model(config, 0)
+    with pytest.raises(ConfigError, match=r"has no dropout, this model's attention_dropout is 0\.1"):
+        opslot.apply(model, {"preset": "eager", "attn_implementation": "triton"}, device="cpu")
+    opslot.apply(model, "auto", device="cpu")
+    model(**whole_batch(random_ids(config, 0))).loss.backward()

@@ -22,9 +22,10 @@ from opslot.verify.tiny import tiny_config
 from opslot.verify.two_processes import two_process_step
 
 
-@pytest.mark.quick("deepseek_v4")
+@pytest.mark.quick("bloom", "deepseek_v4")
 @pytest.mark.parametrize(
-    "arch", ["deepseek_v4", "glm5_next", "inkling", "recurrent_gemma", "zaya", "doge", "qwen4_exp", "xglm"]
+    "arch",
+    ["bloom", "deepseek_v4", "doge", "glm5_next", "inkling", "mpt", "qwen4_exp", "recurrent_gemma", "xglm", "zaya"],
 )
 def test_packed_documents_equal_the_documents_alone(arch):
     found = check_architecture(arch, checks=["packed"])["packed"]

@@ -28,6 +28,7 @@ from opslot.patchgen.source import UpstreamModule, installed_release
 from opslot.patchgen.writing import patch_source
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify import check_architecture
+from opslot.verify.random_model import auto_class
 from opslot.verify.tiny import tiny_config
 
 SIZES = {
@@ -244,6 +245,26 @@ def test_slots_of_generated_classes(arch, prefix, slots):
     assert not discover(arch).skips
 
 
+@pytest.mark.parametrize(
+    ("arch", "slot"),
+    [
+        ("gpt2", "GPT2Attention attention/causal"),
+        ("t5", "T5LayerNorm.forward rms_norm/standard"),
+        ("gemma4", "Gemma4RMSNorm.forward rms_norm/cast_after_weight"),
+        ("deepseek_v4", "DeepseekV4UnweightedRMSNorm.forward rms_norm/unweighted"),
+    ],
+)
+def test_slots_of_further_forms(arch, slot):
+    assert slot in discover(arch).patch.slots
+
+
+@pytest.mark.parametrize("arch", ["rembert", "roformer"])
+def test_layers_with_bidirectional_masks_are_not_those_of_a_decoder(arch):
+    model = AutoModelForCausalLM.from_config(tiny_config(arch))
+    opslot.apply(model, "eager")
+    assert keeps_sequences(model) == "it has no decoder layers"
+
+
 def skipped(arch, name):
     return getattr(importlib.import_module(f"opslot.generated.{arch}"), name)._opslot_skipped
 
@@ -337,8 +358,8 @@ def test_code_that_acts_per_token_does_not_prevent_packing(arch):
     assert kept <= {"_opslot_keeps_sequences = 'its language model is not separate from its encoder'"}
 
 
-@pytest.mark.quick("dbrx")
-@pytest.mark.parametrize("arch", ["dbrx", "ernie4_5_vl_moe", "gemma3n_text", "jetmoe", "moshi", "zamba"])
+@pytest.mark.quick("dbrx", "gpt2")
+@pytest.mark.parametrize("arch", ["dbrx", "ernie4_5_vl_moe", "gemma3n_text", "gpt2", "jetmoe", "moshi", "zamba"])
 def test_packed_documents_equal_the_documents_alone(arch):
     found = check_architecture(arch, checks=["packed"])["packed"]
     assert found.result == "passed", found.detail
@@ -381,11 +402,12 @@ def test_selection_under_the_mask_does_not_mix_documents(returned, selects):
     [
         (config_of("doge"), "DogeAttention changes"),
         (tiny_config("phi4_multimodal"), "it places features of images or audio in sequences inside"),
+        (tiny_config("eurobert"), r"the labels of shards are shifted, and its loss \(ForMaskedLM\) compares them"),
     ],
 )
 def test_sequences_of_such_models_are_not_sharded(config, reason):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     opslot.apply(model, "eager", device="cpu")
     with pytest.raises(ConfigError, match=rf"cannot be sharded \(sp=2\): {reason}"):
         opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))
@@ -424,7 +446,7 @@ def test_model_without_slots_raises():
         opslot.build_foundation_model(config)
 
 
-@pytest.mark.parametrize("arch", ["axk2", "deepseek_v4", "doge", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
+@pytest.mark.parametrize("arch", ["axk2", "doge", "hy_v4", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
 def test_similar_code_is_skipped(arch):
     found = discover(arch)
     text = generate(found.patch, installed_release()).text
@@ -432,7 +454,7 @@ def test_similar_code_is_skipped(arch):
     skips = {skip.symbol.split(",")[0]: skip for skip in found.skips}
     unlike = {
         "axk2": ("AXK2GatedRMSNorm", "another norm"),
-        "deepseek_v4": ("DeepseekV4UnweightedRMSNorm", "another norm"),
+        "hy_v4": ("HYV4UnweightedRMSNorm", "another norm"),
         "doge": ("load_balancing_loss_func", "computes another loss"),
         # The same code as Cohere's, but the angles are learned.
         "lightglue": ("apply_rotary_pos_emb", "or learned angles"),
@@ -463,7 +485,7 @@ def test_command(tmp_path, capsys):
     assert attention["reason"] == "changes the attention mask"
     assert report["problem"] == ""
 
-    assert main(["discover", "fnet"]) == 1
+    assert main(["discover", "xlm"]) == 1
     assert "no code that opslot has a form of" in capsys.readouterr().out
 
 
@@ -480,7 +502,7 @@ def test_command_verify_fails_with_a_reason(capsys):
 
 
 def test_old_name_of_the_command_is_deprecated(capsys):
-    assert main(["port", "fnet"]) == 1
+    assert main(["port", "xlm"]) == 1
     assert "`opslot port` is deprecated, use `opslot discover`" in capsys.readouterr().err
 
 

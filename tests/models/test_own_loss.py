@@ -6,8 +6,9 @@ import transformers
 from torch import nn
 
 from opslot._base.errors import ParallelError
-from opslot.models._own_loss import averages_its_own_labels, call_with_share_of_loss
+from opslot.models._own_loss import averages_its_own_labels, call_with_share_of_loss, keeps_labels_in_place
 from opslot.models._sequence import _require_positions
+from opslot.verify.tiny import tiny_config
 
 
 class OwnForCausalLM(nn.Module):
@@ -23,6 +24,8 @@ class OwnForCausalLM(nn.Module):
         ("BartForCausalLM", True),
         ("BertForMaskedLM", True),
         ("DistilBertForMaskedLM", True),
+        ("GPT2LMHeadModel", False),
+        ("MarianMTModel", True),
         ("SeamlessM4TForTextToText", True),
         ("EuroBertForMaskedLM", False),
         ("LlamaForCausalLM", False),
@@ -60,3 +63,18 @@ def test_sharded_sequences_raise():
     with pytest.raises(ParallelError, match="computes the loss from its own labels"):
         _require_positions(OwnForCausalLM(), (), call)
     _require_positions(OwnForCausalLM(), (), {"position_ids": labels})
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "expected"),
+    [
+        ("EuroBertForMaskedLM", "eurobert", True),
+        ("LlamaForTokenClassification", "llama", True),
+        ("LlamaForCausalLM", "llama", False),
+        ("LlamaModel", "llama", False),
+    ],
+)
+def test_losses_with_labels_in_place(name, arch, expected):
+    with torch.device("meta"):
+        model = getattr(transformers, name)(tiny_config(arch))
+    assert keeps_labels_in_place(model) is expected

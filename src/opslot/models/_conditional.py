@@ -131,9 +131,13 @@ class _Skipped:
 
     def end(self, owner: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook of the owner."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return output
-        skipped = [module for part in self.parts if part not in self.called for module in part.modules()]
+        # Compiled code does not know what it skips, and zeros change no gradient.
+        parts = self.parts
+        if not torch.compiler.is_compiling():
+            parts = [part for part in parts if part not in self.called]
+        skipped = [module for part in parts for module in part.modules()]
         leaves, spec = pytree.tree_flatten(output)
         at = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()), None)
         if not skipped or at is None:

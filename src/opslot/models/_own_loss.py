@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from opslot.models._conditional import transformers_model
 
-_HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText")
+_HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText", "LMHeadModel", "MTModel")
 _IGNORED = -100
 _LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_fct")
 
@@ -40,6 +41,12 @@ def averages_its_own_labels(model: Any) -> bool:
     classes = (cls for cls in type(model).__mro__ if cls.__name__.endswith(_HEADS) and "forward" in vars(cls))
     found = next((cls for cls in classes if not cls.__name__.startswith("FSDP")), None)
     return found is not None and _averages(found)
+
+
+def keeps_labels_in_place(model: Any) -> bool:
+    """Whether Transformers' loss of a model, such as a masked language model, takes no labels that are shifted."""
+    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None))
+    return loss is not None and "shift_labels" not in inspect.signature(loss).parameters
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from opslot.distributed.recurrence import HEADS, SCAN_HEADS
 from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
 from opslot.models._modalities import computes_features_inside, decoder_of
 from opslot.models._multimodal_sequence import has_whole_sequences, shard_at_decoder
-from opslot.models._own_loss import averages_its_own_labels
+from opslot.models._own_loss import averages_its_own_labels, keeps_labels_in_place
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, walk_slots
@@ -73,6 +73,8 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
         why = why or "it has no attention that opslot can select"
     if computes_features_inside(model):
         why = why or "it places features of images or audio in sequences inside its language model"
+    if keeps_labels_in_place(model):
+        why = why or f"the labels of shards are shifted, and its loss ({model.loss_type}) compares them in place"
     if why:
         raise ConfigError(
             f"sequences of {type(model).__name__} cannot be sharded (sp={state.sp}): {why}",

@@ -255,14 +255,19 @@ class _LossInHead:
     def __call__(
         self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None, *, bias: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        # The arguments `weight` and `bias` are shards.
-        return self.head(hidden_states, loss=lambda x, w, b: self.kernel(x, w, labels, bias=b, **kwargs))
+        # The arguments `weight` and `bias` are shards, but for a bias that the model itself adds to its logits.
+        added = None if bias is None or self.head.bias is not None else bias
+
+        def loss(x: Tensor, w: Tensor, b: Tensor | None) -> Any:
+            return self.kernel(x, w, labels, bias=b if added is None else added.to(w.dtype), **kwargs)
+
+        return self.head(hidden_states, loss=loss)
 
     def __repr__(self) -> str:
         return f"<in the head {self.kernel!r}>"
 
-    def can_serve(self, model: Any, head: Any) -> bool:
-        return head is self.head and self.kernel.can_serve(model, self._linear)
+    def can_serve(self, model: Any, head: Any, *around: Any) -> bool:
+        return head is self.head and self.kernel.can_serve(model, self._linear, *around)
 
     def other_variant(self, variant: str) -> _LossInHead:
         return _LossInHead(self.kernel.other_variant(variant), self.head)
@@ -273,7 +278,9 @@ def _separate_head(model: Any) -> nn.Module | None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is not nn.Linear:
         return None
-    if sum(p is head.weight for m in model.modules() for p in m.parameters(recurse=False)) > 1:
+    if any(
+        sum(p is own for m in model.modules() for p in m.parameters(recurse=False)) > 1 for own in head.parameters()
+    ):
         return None
     head.__class__ = _Head
     return head

@@ -124,14 +124,13 @@ def _layers_get_keywords(module: ModuleView) -> bool:
 
 
 def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> None:
-    """Let the callers of a class's instances, up to a model, pass the boundaries of documents where they do not.
+    """Let the callers of a class's instances, up to heads, pass the boundaries of documents where they do not.
 
     Instances of other classes that are called there get them if they take any keyword argument.
     """
     for method, call in callers_of(module, owner):
         _pass(module, patch, method, call, _takers(module, method, call))
-        if not _is_model(module, method):
-            pass_documents_to(module, patch, method.partition(".")[0])
+        pass_documents_to(module, patch, method.partition(".")[0])
 
 
 def _is_model(module: ModuleView, method: str) -> bool:

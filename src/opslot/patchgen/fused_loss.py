@@ -23,11 +23,13 @@ class FusedLoss(ast.NodeTransformer):
         logits: str,
         head: str,
         head_input: ast.expr,
+        bias: str,
         shape: str,
         criteria: dict[str, ast.Call],
         labels_in_place: bool,
     ) -> None:
         self.head, self.shape = head, shape
+        self.bias = f"{bias}.view(-1).to({head}.weight.dtype)" if bias else f"{head}.bias"
         self.criteria, self.labels_in_place = criteria, labels_in_place
         # Variables that hold rows of the logits, what holds those rows of the hidden states, and whether the rows are
         # still [batch, sequence].
@@ -174,7 +176,7 @@ class FusedLoss(ast.NodeTransformer):
             rest = _criterion_options(self.criteria.get(function, node))
         if function != _LOSS_FUNCTION or self.labels_in_place:
             labels, shifted = ast.Constant(None), labels
-        arguments = f"{ast.unparse(found[0])}, {self.head}.weight, {ast.unparse(labels)}, bias={self.head}.bias"
+        arguments = f"{ast.unparse(found[0])}, {self.head}.weight, {ast.unparse(labels)}, bias={self.bias}"
         arguments += f", head={self.head}"
         arguments += f", shift_labels={ast.unparse(shifted)}" if shifted is not None else ""
         arguments += self.shape

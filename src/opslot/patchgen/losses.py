@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from opslot.patchgen.edits import Slot
@@ -25,7 +26,9 @@ from opslot.patchgen.fused_loss import (
     uses_names,
     without_casts,
 )
+from opslot.patchgen.heads import LINEAR, Classes, assignment, find_head, is_call_of_child, made
 
+_OPERATORS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add"}
 _TANH = ("torch.tanh", "nn.functional.tanh", "F.tanh", "torch.nn.functional.tanh")
 _CRITERIA = ("CrossEntropyLoss", "nn.CrossEntropyLoss", "torch.nn.CrossEntropyLoss")
 
@@ -35,8 +38,9 @@ class LossRegion:
     """Statements `start:stop` of a forward's body, and what computes the same loss without logits.
 
     Attributes:
-        head: the module that computes the logits, as source text, e.g. "self.lm_head".
+        head: the linear layer that computes the logits, as source text, e.g. "self.lm_head".
         head_input: what it is called with.
+        served: the modules that the fused form stands for, as source text: the head, and modules around it.
         shape: keyword arguments of the kernel that say how the logits change before the loss.
         guards: conditions under which the fused form does not hold.
         fused: statements in which `loss_kernel` computes the loss.
@@ -47,6 +51,7 @@ class LossRegion:
     stop: int
     head: str
     head_input: str
+    served: str
     shape: str
     guards: tuple[str, ...]
     fused: str
@@ -105,43 +110,59 @@ def loss_statements(region: LossRegion, slot: Slot) -> str:
     guards = "".join(f" and not ({guard})" for guard in region.guards)
     return (
         f"loss_kernel = self.{slot.attribute} if labels is not None{guards} else None\n"
-        f"if loss_kernel is not None and loss_kernel.can_serve(self, {region.head}):\n"
+        f"if loss_kernel is not None and loss_kernel.can_serve(self, {region.served}):\n"
         f"{textwrap.indent(region.fused, '    ')}\n"
         "else:\n"
         f"{textwrap.indent(region.original or '$match', '    ')}"
     )
 
 
-def loss_region(forward: ast.FunctionDef, init: ast.FunctionDef | None = None) -> LossRegion:
-    """The region of a forward; `init` is the constructor of its class, if it has its own.
+def loss_region(
+    forward: ast.FunctionDef, init: ast.FunctionDef | None = None, cls: str = "", classes: Classes | None = None
+) -> LossRegion:
+    """The region of a forward.
+
+    Args:
+        init: the constructor of its class, if it has its own.
+        cls: the name of its class.
+        classes: those of its module, by name.
 
     Raises:
         UnknownLossError: the loss has no fused form.
     """
     forward = copy.deepcopy(forward)
     passes_on = _pass_on_arguments(forward)
-    end, block = _loss_block(forward)
-    criteria = _criteria(forward)
+    criteria = _criteria(forward, init)
+    end, block = _loss_block(forward, criteria)
     calls = [node for node in ast.walk(block) if is_loss(node, criteria)]
     if len(calls) != 1:
         raise UnknownLossError(f"computes {len(calls)} losses with its labels")
     logits = _logits_name(calls[0], block)
-    start = _head_statement(forward.body, end, logits)
-    head, head_input, shape, kept = _logit_changes(forward.body[start:end], logits)
-    _check_head(head, init)
+    start = _head_statement(forward.body, end, logits, init)
+    called, called_with, shape, kept = _logit_changes(forward.body[start:end], logits)
+    head = find_head(called, called_with, init, classes or {})
     for operand in shape.operands:
         if not _is_setting(ast.parse(operand, mode="eval").body, forward, init):
             raise UnknownLossError(f"changes the logits by `{operand}`, which may be a tensor")
+    if shape.bias and not (head.without_bias and _is_row_buffer(shape.bias, init)):
+        raise UnknownLossError(f"adds `{shape.bias}` to the logits, which may not be a bias")
     _check_later_uses(forward.body[end + 1 :], logits)
 
     original = "\n".join(map(ast.unparse, forward.body[start : end + 1])) if passes_on else ""
 
-    loss = FusedLoss(logits, head, head_input, shape.arguments(), criteria, _labels_in_place(init))
+    if uses_names(head.input, logits):
+        kept_input = assignment("in_head", head.input)
+        head = replace(head, input=ast.Name("in_head"), statements=(*head.statements, kept_input))
+    in_place = cls.endswith("ForMaskedLM") or _labels_in_place(init)
+    loss = FusedLoss(logits, head.linear, head.input, shape.bias, shape.arguments(), criteria, in_place)
     fused, guards = loss.write(block)
     kept = [line for line in kept if not _sets_none(line, fused)]
     nothing = ast.parse(f"{logits} = None").body
-    text = "\n".join(ast.unparse(statement) for statement in [*kept, *nothing, *fused])
-    return LossRegion(start, end + 1, head, ast.unparse(head_input), shape.arguments(), tuple(guards), text, original)
+    text = "\n".join(ast.unparse(statement) for statement in [*head.statements, *kept, *nothing, *fused])
+    head_input = ast.unparse(head.input)
+    return LossRegion(
+        start, end + 1, head.linear, head_input, head.served, shape.arguments(), tuple(guards), text, original
+    )
 
 
 def _pass_on_arguments(forward: ast.FunctionDef) -> bool:
@@ -161,9 +182,8 @@ def _pass_on_arguments(forward: ast.FunctionDef) -> bool:
     return changed
 
 
-def _loss_block(forward: ast.FunctionDef) -> tuple[int, ast.If]:
+def _loss_block(forward: ast.FunctionDef, criteria: dict[str, ast.Call]) -> tuple[int, ast.If]:
     """Index and statement of `if labels is not None:` with the loss in it."""
-    criteria = _criteria(forward)
     found = [
         (index, statement)
         for index, statement in enumerate(forward.body)
@@ -177,13 +197,14 @@ def _loss_block(forward: ast.FunctionDef) -> tuple[int, ast.If]:
     return found[0]
 
 
-def _criteria(forward: ast.AST) -> dict[str, ast.Call]:
-    """Names bound to a `CrossEntropyLoss(...)`, with the call."""
+def _criteria(*methods: ast.AST | None) -> dict[str, ast.Call]:
+    """What is bound to a `CrossEntropyLoss(...)`, with the call."""
     return {
-        node.targets[0].id: node.value
-        for node in ast.walk(forward)
+        ast.unparse(node.targets[0]): node.value
+        for method in methods
+        if method is not None
+        for node in ast.walk(method)
         if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
         and isinstance(node.value, ast.Call)
         and ast.unparse(node.value.func) in _CRITERIA
         and not node.value.args
@@ -219,15 +240,23 @@ def _base_name(value: ast.AST | None) -> str | None:
     return value.id if isinstance(value, ast.Name) else None
 
 
-def _head_statement(body: Sequence[ast.stmt], end: int, logits: str) -> int:
+def _head_statement(body: Sequence[ast.stmt], end: int, logits: str, init: ast.FunctionDef | None) -> int:
     """Index of the assignment before `end` from which on `logits` exists."""
     for index in reversed(range(end)):
         statement = body[index]
         if _is_assignment(statement, logits) and not uses_names(statement.value, logits):
             return index
+        if _is_assignment(statement, logits) and _is_linear(statement.value, init):
+            return index
         if not _is_assignment(statement, logits) and isinstance(statement, ast.With | ast.For | ast.While | ast.Try):
             break
     raise UnknownLossError("takes its logits from somewhere else than a head of its own")
+
+
+def _is_linear(value: ast.expr, init: ast.FunctionDef | None) -> bool:
+    """Whether it calls an nn.Linear that the constructor makes."""
+    calls = made(ast.unparse(value.func).removeprefix("self."), init) if is_call_of_child(value) else []
+    return bool(calls) and all(ast.unparse(call.func) in LINEAR for call in calls)
 
 
 def _is_assignment(statement: ast.stmt, name: str) -> TypeGuard[ast.Assign]:
@@ -236,8 +265,9 @@ def _is_assignment(statement: ast.stmt, name: str) -> TypeGuard[ast.Assign]:
 
 @dataclass
 class _Shape:
-    """How the logits change: multiplied by `factors`, then capped."""
+    """How the logits change: `bias` is added, then they are multiplied by `factors`, then capped."""
 
+    bias: str = ""
     factors: list[str] = field(default_factory=list)
     softcap: str = ""
     operands: list[str] = field(default_factory=list)
@@ -249,6 +279,8 @@ class _Shape:
             UnknownLossError: no kernel computes them.
         """
         operations = list(operations)
+        if operations and operations[0][0] == "add" and not (condition or self.bias or self.factors or self.softcap):
+            self.bias = operations.pop(0)[1]
         self.operands += [operand for _, operand in operations if operand]
         while operations:
             names, operands = [o[0] for o in operations[:3]], [o[1] for o in operations[:3]]
@@ -346,13 +378,14 @@ def _operations(value: ast.expr, logits: str) -> tuple[ast.expr, list[tuple[str,
     """(what is changed, operations in their order); casts to float32 are left out."""
     operations: list[tuple[str, str]] = []
     while True:
-        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult | ast.Div):
+        if isinstance(value, ast.BinOp) and type(value.op) in _OPERATORS:
             left, right = value.left, value.right
-            if isinstance(value.op, ast.Mult) and not _computes_logits(left, logits):
+            if not isinstance(value.op, ast.Div) and not _computes_logits(left, logits):
                 left, right = right, left
+            right = _on_its_device(right, logits)
             if uses_names(right, logits):
                 return value, operations
-            operations.insert(0, ("mul" if isinstance(value.op, ast.Mult) else "div", ast.unparse(right)))
+            operations.insert(0, (_OPERATORS[type(value.op)], ast.unparse(right)))
             value = left
         elif isinstance(value, ast.Call) and ast.unparse(value.func) in _TANH and len(value.args) == 1:
             operations.insert(0, ("tanh", ""))
@@ -364,6 +397,20 @@ def _operations(value: ast.expr, logits: str) -> tuple[ast.expr, list[tuple[str,
             value = inner
         else:
             return value, operations
+
+
+def _on_its_device(value: ast.expr, logits: str) -> ast.expr:
+    """`x` of `x.to(logits.device)`."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "to":
+        return value.func.value if [*map(ast.unparse, value.args)] == [f"{logits}.device"] else value
+    return value
+
+
+def _is_row_buffer(value: str, init: ast.FunctionDef | None) -> bool:
+    """Whether the constructor registers it as a buffer [1, N]."""
+    name, text = re.escape(value.removeprefix("self.")), ast.unparse(init) if init else ""
+    registered = rf"self\.{name} = nn\.Buffer\(|self\.register_buffer\('{name}', "
+    return bool(re.search(rf"({registered})torch\.zeros\(\(1, ", text))
 
 
 def _computes_logits(value: ast.expr, logits: str) -> bool:
@@ -401,15 +448,6 @@ def _is_setting(value: ast.expr, forward: ast.FunctionDef, init: ast.FunctionDef
     return isinstance(inner, ast.Name) and (
         inner.id == "self" or (inner is not value and _is_setting(inner, forward, init))
     )
-
-
-def _check_head(head: str, init: ast.FunctionDef | None) -> None:
-    """Raise if the constructor makes the head from another class than nn.Linear."""
-    for node in ast.walk(init) if init else ():
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == head and isinstance(node.value, ast.Call):
-            made = ast.unparse(node.value.func)
-            if made not in ("nn.Linear", "torch.nn.Linear", "Linear"):
-                raise UnknownLossError(f"has a head of the class {made}, which is not an nn.Linear")
 
 
 def _labels_in_place(init: ast.FunctionDef | None) -> bool:

@@ -11,6 +11,7 @@ from opslot.patchgen.anchoring import Swaps, replace_match, rewrite
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import Decorate, Edit, SlotCalls, SlotLoss, SlotMethod
 from opslot.patchgen.fingerprint import fingerprint
+from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.fused_loss import UnknownLossError
 from opslot.patchgen.losses import loss_region, loss_statements
 from opslot.patchgen.pattern import Match, compile_pattern, find_matches
@@ -131,7 +132,8 @@ def apply_slot_loss(edit: SlotLoss, document: Document) -> None:
     assert isinstance(block, cst.IndentedBlock)
     init = document.find(f"{class_name}.__init__")
     try:
-        region = loss_region(_as_ast(method), _as_ast(init) if init is not None else None)
+        constructor = _as_ast(init) if init is not None else None
+        region = loss_region(_as_ast(method), constructor, class_name, ModuleView(document.upstream).classes)
     except UnknownLossError as reason:
         raise document.fail(edit, f"it {reason}", show=edit.target) from None
     match = Match(block, region.start, region.stop)

@@ -411,7 +411,12 @@ class MatchedAttention(nn.Module):
 
     _opslot_attention_options = (
         "causal",
-        {"sliding_window": "sliding_window", "softcap": "attn_logit_softcapping", "s_aux": "sinks"},
+        {
+            "sliding_window": "sliding_window",
+            "softcap": "attn_logit_softcapping",
+            "s_aux": "sinks",
+            "dropout": "attention_dropout",
+        },
     )
 
     def __init__(self, config, **attributes):

@@ -310,6 +310,32 @@ def test_compiles_with_fullgraph(variant, name):
         torch.testing.assert_close(got, want)
 
 
+def test_compiled_torch_fused_takes_gradients_that_are_not_contiguous():
+    kernel = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
+    x, weight = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+
+    def call(x, weight):
+        return kernel(x.transpose(1, 2), weight, 1e-6).transpose(1, 2).contiguous().square().sum()
+
+    torch.compiler.reset()
+    found = torch.autograd.grad(torch.compile(call, fullgraph=True, backend="aot_eager")(x, weight), (x, weight))
+    torch.testing.assert_close(found, torch.autograd.grad(call(x, weight), (x, weight)))
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+def test_norm_of_t5_has_the_dtype_of_transformers(dtypes):
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    of_input, of_weight = (getattr(torch, name) for name in dtypes)
+    original = T5LayerNorm(32).to(of_weight)
+    torch.nn.init.normal_(original.weight)
+    norm = importlib.import_module("opslot.generated.t5").T5LayerNorm(32).to(of_weight)
+    norm.load_state_dict(original.state_dict())
+    norm._opslot_rms_norm = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
+    x = torch.randn(4, 32, dtype=of_input)
+    torch.testing.assert_close(norm(x), original(x))
+
+
 def test_opcheck():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((3, 8), (8,)))

@@ -33,7 +33,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "rms_norm": {
-        "has no weight, or one that is optional": ("*UnweightedRMSNorm", "Gemma3nRMSNorm", "Gemma4RMSNorm"),
+        "returns 1 / rms(x)": ("HYV4UnweightedRMSNorm",),
         "subtracts the mean (a layer norm)": ("Cohere*LayerNorm",),
         "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),
     },

@@ -13,18 +13,25 @@ from opslot.slots.protocol import BY_DOCUMENT
 _DECORATOR = "opslot.ops._common.by_document", "by_document"
 
 
-def run_by_document(module: ModuleView, patch: PatchConfig, keeping: Iterable[str]) -> None:
+def run_by_document(module: ModuleView, patch: PatchConfig, keeping: Iterable[str]) -> bool:
     """Let the parts of decoder layers in which classes `keeping` whole sequences are run once for each document.
 
     Not those that the boundaries of documents do not reach.
+
+    Returns:
+        Whether all attention runs so, and gets the part of a document of any mask.
     """
-    for owner in dict.fromkeys(_outermost(module, {*keeping})):
+    owners = list(dict.fromkeys(_outermost(module, {*keeping})))
+    alone = bool(owners) and not any("ALL_ATTENTION_FUNCTIONS" in module.text(name) for name in module.classes)
+    for owner in owners:
         definer = _definer(module, owner)
         if definer is None or not callers_of(module, owner) or not documents_reach(module, owner):
+            alone = False
             continue
         patch.decorate(f"{definer}.forward", *_DECORATOR)
         patch.set_attribute(owner, BY_DOCUMENT, True)
         pass_documents_to(module, patch, owner)
+    return alone
 
 
 def _outermost(module: ModuleView, keeping: set[str]) -> Iterator[str]:

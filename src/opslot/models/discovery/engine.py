@@ -17,7 +17,7 @@ from opslot.models.discovery.forms import all_forms, forms_digest
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip
 from opslot.patchgen.source import Release, installed_release, modeling_module
-from opslot.slots.protocol import KEEPS_SEQUENCES, SKIPPED
+from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, SKIPPED
 
 # Ops whose kernels take the boundaries of documents. A class whose recurrence has no slot is skipped by one of them.
 _RECURRENCES = {"causal_conv1d", "chunk_gated_delta_rule", "mamba_chunk_scan"}
@@ -68,14 +68,13 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
     facts = [finding for finding in found if isinstance(finding, ClassFact)]
     for block in dict.fromkeys(fact.final_block for fact in facts if fact.final_block):
         patch.add_final_block(block)
-    keeping = []
+    mixing = [fact for fact in facts if fact.attribute == KEEPS_SEQUENCES]
+    with_slots = [fact for fact in mixing if _has_only_slots(_RECURRENCES, fact.name, matches, skips)]
+    keeping = [fact.name for fact in mixing if fact not in with_slots]
+    alone = run_by_document(module, patch, keeping)
     for fact in facts:
-        if fact.attribute == KEEPS_SEQUENCES:
-            if _has_only_slots(_RECURRENCES, fact.name, matches, skips):
-                continue
-            keeping.append(fact.name)
-        patch.set_attribute(fact.name, fact.attribute, fact.value)
-    run_by_document(module, patch, keeping)
+        if fact not in with_slots and not (alone and fact.attribute == MASKS_WITHOUT_POSITIONS):
+            patch.set_attribute(fact.name, fact.attribute, fact.value)
     for name, entries in _by_class(module, skips).items():
         patch.set_attribute(name, SKIPPED, entries)
     return Discovery(arch, patch, matches, skips)

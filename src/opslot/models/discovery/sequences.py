@@ -197,8 +197,10 @@ _MODULES = frozenset(
 _ENCODERS = re.compile("(?i)vision|image|audio|qformer|perceiver|resampler")
 # Ends of the expressions that mask scores.
 _MASKED = (".masked_fill(~attention_mask, float('-inf'))", " + attention_mask")
-# In an attention class, what mixes tokens outside of its call of the interface.
-_MIXES = re.compile(r"(?i)\b(\w*conv\w*1d\w*|cumsum|roll|\w*scan\w*|rfft|fft|\w*delta_rule\w*|\w*short_conv\w*)\b")
+# In an attention class, what mixes tokens outside of its call of the interface. Transformers' Conv1D is a linear layer.
+_MIXES = re.compile(
+    r"(?i)\b(?!(?-i:Conv1D)\b)(\w*conv\w*1d\w*|cumsum|roll|\w*scan\w*|rfft|fft|\w*delta_rule\w*|\w*short_conv\w*)\b"
+)
 
 
 @dataclass(frozen=True)
@@ -231,13 +233,21 @@ class WholeSequences:
 def decoder_layers(module: ModuleView) -> list[str]:
     """Classes called DecoderLayer; in a module of language models without such classes, those called Block or Layer."""
     layers = [name for name in module.classes if name.endswith("DecoderLayer")]
-    if layers or "Vision" in " ".join(module.classes) or any(_calls_of(module, {"create_bidirectional_mask"})):
+    if layers or "Vision" in " ".join(module.classes) or _sees_later_tokens(module):
         return layers
     return [
         name
         for name in module.classes
         if name.endswith(("Block", "Layer")) and "GradientCheckpointingLayer" in module.bases(name)
     ]
+
+
+def _sees_later_tokens(module: ModuleView) -> bool:
+    """Whether a model's own tokens may see later ones, by masks other than those of cross attention and causal ones."""
+    calls = list(_calls_of(module, {"create_bidirectional_mask"}))
+    own = [call for call in calls if all(keyword.arg != "encoder_hidden_states" for keyword in call.keywords)]
+    causal = any(_calls_of(module, _MASKS)) and not _calls_without_positions(module)
+    return bool(own or (calls and not causal))
 
 
 def parts_of(module: ModuleView, names: Iterable[str]) -> list[str]:

@@ -79,7 +79,7 @@ _ARGUMENTS = {
     None,
 }
 # Options that the kernel reads from the module when it is bound.
-_OPTIONS = ("sliding_window", "softcap", "s_aux")
+_OPTIONS = ("sliding_window", "softcap", "s_aux", "dropout")
 _SPARSE = {"indices", "block_indices"}
 
 
@@ -207,7 +207,9 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
         return f"passes {', '.join(sorted(unread))}, which its eager attention does not read"
     if OTHER_STATES & {*module.parameters(forward)} and _cross_calls(module, forward) is None:
         return "attends to other states than its own, in another way than cross attention"
-    if any((text := _mask_of(call)) and not _is_unchanged(module, forward, text) for call in calls):
+    # Queries of other cross attention, such as that of images' query tokens, may be broadcast over the batch.
+    given_by = _is_given if variant == "causal" else _is_unchanged
+    if any((text := _mask_of(call)) and not given_by(module, forward, text) for call in calls):
         return "changes the attention mask"
     if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
         return "does not state whether it is causal"
@@ -239,6 +241,29 @@ def _mask_of(call: ast.Call) -> str:
     return "" if value is None or (isinstance(value, ast.Constant) and value.value is None) else ast.unparse(value)
 
 
+def _is_given(module: ModuleView, forward: str, mask: str) -> bool:
+    """Whether a mask is a parameter of the method, or the other parameter that masks the states of cross attention."""
+    if _is_unchanged(module, forward, mask):
+        return True
+    definition = module.upstream.find(forward)
+    assert definition is not None
+    conditions = {f"{states} is not None" for states in OTHER_STATES}
+    nodes = list(ast.walk(definition))
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    conditions |= {ast.unparse(node.targets[0]) for node in assigned if ast.unparse(node.value) in conditions}
+    branches = [node.body for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) in conditions]
+    other = {ast.unparse(node) for body in branches for node in body}
+    changes = [node for node in assigned if any(ast.unparse(target) == mask for target in node.targets)]
+    stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == mask and isinstance(n.ctx, ast.Store)]
+    return (
+        mask in module.parameters(forward)
+        and len(stores) == len(changes)
+        and all(
+            ast.unparse(node) in other and _is_unchanged(module, forward, ast.unparse(node.value)) for node in changes
+        )
+    )
+
+
 def _is_unchanged(module: ModuleView, forward: str, text: str) -> bool:
     """Whether an expression is a parameter of the method that the method does not assign."""
     definition = module.upstream.find(forward)
@@ -254,7 +279,8 @@ def _options(module: ModuleView, forward: str) -> dict[str, str]:
         for option in _OPTIONS:
             value = _argument(call, option)
             if value is not None and not isinstance(value, ast.Constant):
-                attribute = re.search(r"self\.(?:config, ['\"])?(\w+)", ast.unparse(value))
+                # Dropout is that of a module, `self.dropout.p if self.training else 0.0`, or a number.
+                attribute = re.search(r"self\.(?!training\b)(?:config(?:\.|, ['\"]))?(\w+)", ast.unparse(value))
                 found[option] = attribute.group(1) if attribute else option
     return found
 

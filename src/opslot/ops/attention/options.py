@@ -46,7 +46,8 @@ def options_of(request: KernelRequest) -> AttentionOptions:
     found = AttentionOptions(chunk=getattr(config, "attention_chunk_size", None))
     for module in modules:
         window, softcap, sinks = (option_value(module, name) for name in ("sliding_window", "softcap", "s_aux"))
-        own = getattr(module, "attention_dropout", dropout)
+        own = option_value(module, "dropout")
+        own = getattr(own, "p", dropout if own is None else own)
         found = found._replace(
             widths=found.widths | {head_widths(module, text_config(request))},
             windows=found.windows | ({window} if window is not None else set()),

@@ -15,7 +15,7 @@ from opslot.patchgen.losses import loss_region
 OP = "cross_entropy_loss"
 _CAUSAL = Slot(OP, "causal")
 _CLASSIFICATION = Slot(OP, "sequence_classification")
-_HEADS = "For(CausalLM|ConditionalGeneration)$|LMHead"
+_HEADS = "(For(CausalLM|ConditionalGeneration|MaskedLM)|MTModel)$|LMHead"
 _LOG_PROBS = ("opslot.ops.cross_entropy_loss.log_probs", "returns_log_probs")
 _LAYERS, _LOSSES = "transformers.modeling_layers", "transformers.loss.loss_utils"
 
@@ -35,7 +35,7 @@ class LanguageModelHeads:
         assert isinstance(function, ast.FunctionDef)
         assert init is None or isinstance(init, ast.FunctionDef)
         try:
-            loss_region(function, init)
+            loss_region(function, init, name, module.classes)
         except UnknownLossError as reason:
             # The forward raises when it is asked for log-probabilities, instead of ignoring the argument.
             return Skip(name, OP, str(reason), lambda patch: patch.decorate(forward, *_LOG_PROBS))

@@ -14,19 +14,20 @@ from opslot.ops.cross_entropy_loss.low_rank import adds_adapters, has_low_rank, 
 from opslot.slots import BoundKernel, protocol, walk_slots
 
 
-def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
+def can_serve(kernel: BoundKernel, model: Any, head: Any, *around: Any) -> bool:
     """Whether a fused linear + loss kernel computes the same as the model's head and loss.
 
     True if `head` is an nn.Linear whose forward is not replaced, without hooks, and the loss is Transformers', except
     in evaluation (eval mode without gradients, outside `loss_only`), where callers may read the logits. The head may
-    be the trained copy of PEFT's `modules_to_save`, and have LoRA adapters if the kernel adds them.
+    be the trained copy of PEFT's `modules_to_save`, and have LoRA adapters if the kernel adds them. The forwards of the
+    modules `around` it, which do not run, must not be replaced either.
 
     Raises:
         KernelError: it does not compute the same, and the kernel was named explicitly.
     """
     if not (model.training or torch.is_grad_enabled() or protocol.loss_only(model)):
         return False
-    problem = _head_problem(kernel, model, head)
+    problem = _head_problem(kernel, model, head, around)
     if problem is not None and kernel.explicit:
         raise KernelError(
             f"cross_entropy_loss_implementation={kernel.name!r} cannot be used here: {problem}",
@@ -35,14 +36,16 @@ def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
     return problem is None
 
 
-def _head_problem(kernel: BoundKernel, model: Any, head: Any) -> str | None:
+def _head_problem(kernel: BoundKernel, model: Any, head: Any, around: tuple[Any, ...]) -> str | None:
     linear = linear_of(head)
     if "linear" in protocol.attached(linear):
         if kernel.name != "batch_invariant":
             return "the output head is bound by linear_implementation, which only batch_invariant computes too"
     elif type(linear).forward is not nn.Linear.forward or "forward" in linear.__dict__:
         return f"the output head is a {type(head).__name__}, whose forward is more than a linear layer's"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in (head, linear)):
+    if any("forward" in module.__dict__ for module in around):
+        return "the forward of a module around the output head was replaced"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in (head, linear, *around)):
         return "the output head has forward hooks, which need its output"
     if has_low_rank(head):
         if not adds_adapters(kernel.kernel):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from opslot._base.errors import ConfigError
 from opslot.ops.cross_entropy_loss.fused import shifted
+from opslot.ops.cross_entropy_loss.low_rank import linear_of
 from opslot.ops.cross_entropy_loss.op import log_probs_of, scaled_and_capped
 from opslot.slots import protocol
 
@@ -104,10 +105,11 @@ class _TokenLoss:
         self.model, self.temperature = model, temperature
         self.kernel = protocol.bound_kernel(model, _SLOT)
         self.head: Any = None
+        self.around: tuple[Any, ...] = ()
         self.values: tuple[Tensor, Tensor] | None = None
 
-    def can_serve(self, model: Any, head: Any) -> bool:
-        self.head = head
+    def can_serve(self, model: Any, head: Any, *around: Any) -> bool:
+        self.head, self.around = head, around
         return True
 
     def __call__(
@@ -130,7 +132,7 @@ class _TokenLoss:
         shift_labels = shift_labels.reshape(hidden_states.shape[:-1]).to(hidden_states.device)
         # cap * tanh(scale * z / cap) / T is a softcap too.
         softcap, logit_scale = softcap / self.temperature if softcap else None, logit_scale / self.temperature
-        if self.kernel is not None and self.kernel.can_serve(self.model, self.head):
+        if self.kernel is not None and self.kernel.can_serve(self.model, self.head, *self.around):
             kernel = self.kernel.other_variant("token_log_probs")
             self.values = kernel(
                 hidden_states,
@@ -144,7 +146,10 @@ class _TokenLoss:
                 head=self.head,
             )
         else:
-            logits = scaled_and_capped(self.head(hidden_states), softcap, logit_scale)
+            logits = self.head(hidden_states)
+            if bias is not None and linear_of(self.head).bias is None:
+                logits = logits + bias
+            logits = scaled_and_capped(logits, softcap, logit_scale)
             self.values = log_probs_of(logits, shift_labels, ignore_index)
         divisor = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         divisor = divisor.to(hidden_states.device).reshape(()) if isinstance(divisor, Tensor) else divisor

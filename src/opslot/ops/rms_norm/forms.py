@@ -14,6 +14,8 @@ from opslot.patchgen.source import nodes_below
 # `_norm` of classes with a separate method: x / rms(x).
 _NORMALIZED = "afb4c281cbb3"
 _EPSILON, _EPS = "{0}, self.weight, self.variance_epsilon{rest}", "{0}, self.weight, self.eps{rest}"
+# `_norm` of classes with a separate method: x / rms(x), by a power of -0.5.
+_POWER = "4d43b729b274"
 
 NORMS = MethodForms(
     op="rms_norm",
@@ -27,6 +29,15 @@ NORMS = MethodForms(
             args=_EPSILON,
         ),
         Reviewed("376dac74119d", "standard", "the same with `_norm`", "llama4", _NORMALIZED, _EPS),
+        Reviewed(
+            "9f7bc56f7622",
+            "standard",
+            "the same, in the weight's dtype where that is half precision, else in the promoted dtype",
+            "t5, mt5, umt5, longt5, switch_transformers, pix2struct, pop2piano, udop",
+            args="{0}.to(torch.promote_types({0}.dtype, self.weight.dtype)), self.weight, self.variance_epsilon{rest}",
+            returns="{call}.to(self.weight.dtype)",
+        ),
+        Reviewed("3946628b5d30", "standard", "the standard norm of a checked width", "cpmant", args=_EPS),
         Reviewed(
             "5d81960fd651",
             "cast_after_weight",
@@ -92,6 +103,21 @@ NORMS = MethodForms(
             _EPS,
         ),
         Reviewed(
+            "816fd1ef7e4a",
+            "cast_after_weight",
+            "weight * (x / rms(x)) in fp32, cast back after the weight; without a weight if with_scale is False",
+            "gemma3n, gemma4, gemma4_unified, neomme",
+            _POWER,
+            "{0}, self.weight if self.with_scale else {0}.new_ones({0}.shape[-1]), self.eps{rest}",
+        ),
+        Reviewed(
+            "facf4063acb8",
+            "unweighted",
+            "x * (1 / rms(x)), with 1 / rms(x) cast back",
+            "deepseek_v4, glm5_next, inkling2",
+            args="{0}, self.eps{rest}",
+        ),
+        Reviewed(
             "59461105bbb1",
             "unweighted",
             "x / rms(x) in fp32, cast back",
@@ -133,12 +159,12 @@ class ResidualNorms:
             (norm,) = found
             made = re.search(rf"self\.{norm} = (\w+)\(", module.text(f"{name}.__init__"))
             row = self.norms.row(module, made.group(1)) if made and made.group(1) in module.classes else None
-            if row is not None and row.variant in _WITH_RESIDUAL:
+            if row is not None and row.variant in _WITH_RESIDUAL and row.returns == "{call}":
                 yield self._match(name, forward, row, norm)
 
     def _match(self, name: str, forward: str, row: Reviewed, norm: str) -> Match:
         slot = Slot("rms_norm", _WITH_RESIDUAL[row.variant])
-        args = row.args.removeprefix("{0}, ").format(rest="").replace("self.", "norm.")
+        args = row.args.removeprefix("{0}, ").format("$residual", rest="").replace("self.", "norm.")
 
         def write(patch: PatchConfig) -> None:
             patch.replace(

@@ -21,6 +21,11 @@ def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _multiply(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    """`x * y`, in `out` except in compiled code, where `out` must be contiguous and not be used under autograd."""
+    return x * y if torch.compiler.is_compiling() else torch.mul(x, y, out=out)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -33,8 +38,7 @@ class _RMSNorm(torch.autograd.Function):
         rstd = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden_states, weight, rstd)
         ctx.weight_offset = weight_offset
-        # An exported module runs these ops under autograd, which has no out=.
-        normalized = x * rstd if torch.compiler.is_compiling() else torch.mul(x, rstd, out=squares)
+        normalized = _multiply(x, rstd, out=squares)
         if cast_after_weight:
             scale = 1.0 + _upcast(weight) if weight_offset else weight
             return normalized.mul_(scale).to(hidden_states.dtype)
@@ -60,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
             # Not a matrix-vector matmul: its sequential sum over rows has twice the error of torch.sum's tree.
             dweight = product.mul_(rstd).reshape(-1, width).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            dx_fp32 = torch.mul(dy, scale, out=product).mul_(rstd).addcmul_(x, along)
+            dx_fp32 = _multiply(dy, scale, out=product).mul_(rstd).addcmul_(x, along)
             dx = dx_fp32.to(hidden_states.dtype)
         return dx, dweight, None, None, None
 
