@@ -112,7 +112,9 @@ def _part(name, model_type, config):
 
 def _sizes(cls, config, vision):
     """Settings of an image or video processor."""
-    patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    # A convolutional encoder of timm has none.
+    patch = getattr(vision, "patch_size", 16)
+    patch = patch if isinstance(patch, int) else patch[0]
     merges = (
         getattr(c, n, None) for c in (vision, config) for n in ("spatial_merge_size", "merge_size", "merge_kernel_size")
     )
