@@ -44,6 +44,11 @@ def write_checkpoint(folder, model_type):
         if getattr(text, name, None):
             setattr(text, name, len(tokenizer) + 8)
     text.max_position_embeddings = 4096
+    for place, name in enumerate(("vision_config", "audio_config")):
+        if hasattr(getattr(thinker, name, None), "vocab_offset"):
+            # Embeddings of their own, behind those of text.
+            getattr(thinker, name).vocab_offset = len(tokenizer) + 4 * place
+            getattr(thinker, name).vocab_size = 4
     if "Whisper" in type(getattr(processor, "feature_extractor", None)).__name__ and "max_length" in source:
         # The frames of audio that is padded to 30 seconds.
         thinker.audio_config.max_source_positions = 1500
@@ -168,6 +173,8 @@ def _settings(cls, config):
         found["vision_feature_select_strategy"] = config.vision_feature_select_strategy
     if "num_additional_image_tokens" in taken and vision.model_type.startswith("clip"):
         found["num_additional_image_tokens"] = 1
+    if "audio_seq_length" in taken:
+        found["audio_seq_length"] = config.audio_soft_tokens_per_image
     for name in _SIZE_OF_SEQUENCE:
         if name in taken:
             found[name] = _sequence(config, vision)
@@ -176,6 +183,8 @@ def _settings(cls, config):
 
 def _sequence(config, vision):
     """Tokens of an image of the config's size."""
+    if isinstance(getattr(config, "vision_soft_tokens_per_image", None), int):
+        return config.vision_soft_tokens_per_image
     side, patch = (v if isinstance(v, int) else v[0] for v in (getattr(vision, "image_size", 16), vision.patch_size))
     if isinstance(getattr(config, "mm_tokens_per_image", None), int):
         return config.mm_tokens_per_image

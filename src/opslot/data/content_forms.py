@@ -49,8 +49,8 @@ class ContentForms:
         kinds = [part.get("type") if isinstance(part, Mapping) else "text" for part in content]
         if other := next((kind for kind in kinds if kind != "text"), None):
             raise SampleError(
-                f"the chat template takes only text in the {role}'s turns, and there is {other}; set data.chat_template "
-                "to the template of a model that takes it"
+                f"the chat template takes only text in the {role}'s turns, and there is {other}; set "
+                "data.chat_template to the template of a model that takes it"
             )
         texts = [part if isinstance(part, str) else part.get("text", "") for part in content]
         return {**message, "content": "".join(texts)}

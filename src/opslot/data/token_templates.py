@@ -66,8 +66,8 @@ class TokenTemplateEncoder(MultimodalEncoder):
             before, through = (self._tokens(messages[:end], known["tools"]) for end in (first, stop))
             if ids[: len(through)].tolist() != through or through[: len(before)] != before:
                 raise SampleError(
-                    f"{type(self.tokenizer).__name__} renders the turns before an assistant's turn differently with and "
-                    "without it, so the trained part is unknown; give each such turn as a sample with "
+                    f"{type(self.tokenizer).__name__} renders the turns before an assistant's turn differently with "
+                    "and without it, so the trained part is unknown; give each such turn as a sample with "
                     "data.train_on: last"
                 )
             trained[len(before) : len(through)] = True
