@@ -9,7 +9,7 @@ import torch
 from opslot._base.errors import ConfigError
 from opslot.bench import StepRow, step_process
 from opslot.bench.run import BenchOptions, run_bench
-from opslot.bench.step import StepTask, _exit_status, check_losses, compare_steps, implementations, reason
+from opslot.bench.step import StepTask, _exit_status, _Process, check_losses, compare_steps, implementations, reason
 from opslot.bench.step_process import main as measure_in_process
 from tests import omni
 
@@ -172,6 +172,11 @@ def test_reason_of_a_failure_is_its_exception():
     assert reason("Killed") == "Killed"
     assert reason("") == ""
     assert (_exit_status(-9), _exit_status(3)) == ("killed by SIGKILL", "exit code 3")
+
+
+def test_killed_process_is_reported_with_its_signal(tmp_path):
+    process = _Process(["sh", "-c", "echo 'a warning' >&2; kill -KILL $$"], {}, tmp_path / "errors")
+    assert process.result(tmp_path / "result", 60) == {"error": "killed by SIGKILL"}
 
 
 def test_only_named_implementations_are_timed(moe_config_folder, forked):

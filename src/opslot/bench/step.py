@@ -233,11 +233,12 @@ class _Process:
             time.sleep(0.05)
         if file.exists():
             return json.loads(file.read_text())
-        return {"error": reason(self._errors.read_text()) or _exit_status(self._process.returncode)}
+        code = self._process.returncode
+        # A killed process, usually for lack of memory, writes no traceback, only warnings.
+        return {"error": (code > 0 and reason(self._errors.read_text())) or _exit_status(code)}
 
 
 def _exit_status(code: int) -> str:
-    # Without an error message: usually killed by the kernel because the machine ran out of memory.
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 

@@ -22,6 +22,14 @@ def _head_dim_to(limit: int) -> Supports:
     return supports
 
 
+def _head_dim_from(limit: int) -> Supports:
+    def supports(request: KernelRequest) -> str | None:
+        narrowest = min((min(widths) for widths in options_of(request).widths), default=limit)
+        return None if narrowest >= limit else f"supports head_dim from {limit}, this model has {narrowest}"
+
+    return supports
+
+
 def _head_dims_of_flash_4(request: KernelRequest) -> str | None:
     limit = 256 if request.device.capability == (9, 0) else 128
     for width, value_width in sorted(options_of(request).widths):
@@ -220,7 +228,7 @@ def _specs(variant: str) -> tuple[KernelSpec, ...]:
             variant,
             f"{_HERE}.flex:flex_attention",
             HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-            supports=_all_of(_allowed("_supports_flex_attn"), _no_sinks, _no_dropout),
+            supports=_all_of(_allowed("_supports_flex_attn"), _head_dim_from(16), _no_sinks, _no_dropout),
             description="torch FlexAttention with block masks",
         ),
     )
