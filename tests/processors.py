@@ -44,6 +44,11 @@ def write_checkpoint(folder, model_type):
         if getattr(text, name, None):
             setattr(text, name, len(tokenizer) + 8)
     text.max_position_embeddings = 4096
+    for place, name in enumerate(("vision_config", "audio_config")):
+        if hasattr(getattr(thinker, name, None), "vocab_offset"):
+            # Embeddings of their own, behind those of text.
+            getattr(thinker, name).vocab_offset = len(tokenizer) + 4 * place
+            getattr(thinker, name).vocab_size = 4
     if "Whisper" in type(getattr(processor, "feature_extractor", None)).__name__ and "max_length" in source:
         # The frames of audio that is padded to 30 seconds.
         thinker.audio_config.max_source_positions = 1500
@@ -112,7 +117,9 @@ def _part(name, model_type, config):
 
 def _sizes(cls, config, vision):
     """Settings of an image or video processor."""
-    patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    # A convolutional encoder of timm has none.
+    patch = getattr(vision, "patch_size", 16)
+    patch = patch if isinstance(patch, int) else patch[0]
     merges = (
         getattr(c, n, None) for c in (vision, config) for n in ("spatial_merge_size", "merge_size", "merge_kernel_size")
     )
@@ -166,6 +173,8 @@ def _settings(cls, config):
         found["vision_feature_select_strategy"] = config.vision_feature_select_strategy
     if "num_additional_image_tokens" in taken and vision.model_type.startswith("clip"):
         found["num_additional_image_tokens"] = 1
+    if "audio_seq_length" in taken:
+        found["audio_seq_length"] = config.audio_soft_tokens_per_image
     for name in _SIZE_OF_SEQUENCE:
         if name in taken:
             found[name] = _sequence(config, vision)
@@ -174,6 +183,8 @@ def _settings(cls, config):
 
 def _sequence(config, vision):
     """Tokens of an image of the config's size."""
+    if isinstance(getattr(config, "vision_soft_tokens_per_image", None), int):
+        return config.vision_soft_tokens_per_image
     side, patch = (v if isinstance(v, int) else v[0] for v in (getattr(vision, "image_size", 16), vision.patch_size))
     if isinstance(getattr(config, "mm_tokens_per_image", None), int):
         return config.mm_tokens_per_image

@@ -102,6 +102,40 @@ def test_assistant_turns_are_trained(chat_tokenizer, tmp_path, template, train_o
     assert not counts
 
 
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+# A user's parts, an assistant's text.
+BOTH = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part['text'] }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, PARTS, BOTH], ids=["text", "parts", "by role"])
+def test_content_has_the_form_that_the_template_takes(chat_tokenizer, tmp_path, template):
+    """Text and parts are trained alike; templates print parts as Python does, or render nothing of a text."""
+    as_parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TALK[1:3]]
+    encoder = encoder_of(chat_tokenizer, template)
+    (text, parts), _ = encode(encoder, tmp_path, [{"messages": TALK[1:3]}, {"messages": as_parts}])
+    assert text.tolist() == parts.tolist()
+    assert "hi" in chat_tokenizer.decode(text["token"])
+    assert [part.strip() for part in trained_parts(chat_tokenizer, text)] == ["hello ü<|im_end|>"]
+
+
+def test_image_for_a_template_of_text_raises(chat_tokenizer, tmp_path):
+    content = [{"type": "image"}, {"type": "text", "text": "hi"}]
+    with pytest.raises(DataError, match="the chat template takes only text in the user's turns, and there is image"):
+        encode(
+            encoder_of(chat_tokenizer, CHATML),
+            tmp_path,
+            [{"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}],
+        )
+
+
 def test_all_tokens_are_trained(chat_tokenizer, tmp_path):
     (tokens,), _ = encode(encoder_of(chat_tokenizer, CHATML, train_on="all"), tmp_path, [{"messages": TALK}])
     assert (tokens["token"] == tokens["label"]).all()

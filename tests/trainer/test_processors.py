@@ -21,13 +21,24 @@ from tests.processors import write_checkpoint
 UNPACKED = ("mllama", "qwen2_audio")
 QUICK = ("gemma3", "llava_next")
 SLOW = (
+    "cohere_compass",
+    "deepseek_vl",
+    "exaone4_5",
     "gemma4",
+    "glm46v",
     "glm4v",
+    "glm5_next",
+    "glmasr",
+    "hyperclovax_vision_v2",
     "idefics3",
     "internvl",
+    "janus",
     "kimi_k25",
+    "lfm3_vl",
+    "lighton_ocr",
     "llama4",
     "llava",
+    "llava_next_video",
     "llava_onevision",
     "minimax_m3_vl",
     "mistral3",
@@ -36,7 +47,9 @@ SLOW = (
     "qwen2_5_vl",
     "qwen2_vl",
     "qwen3_5",
+    "qwen3_asr",
     "qwen3_vl",
+    "smolvlm",
 )
 # Transformers' get_video_features counts the frames of a video that it merges, and raises.
 WITHOUT_VIDEO = ("kimi_k25",)

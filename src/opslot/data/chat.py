@@ -28,6 +28,7 @@ import numpy as np
 
 from opslot._base.errors import DataError
 from opslot.data.collation import IGNORE_INDEX, LABELED
+from opslot.data.content_forms import ContentForms
 from opslot.data.encoder import SampleError, digest, limit_length, records_of, tokenizer_digest
 from opslot.data.records import ByteRange, FileColumns, Location, columns_in, lone_surrogate
 
@@ -78,6 +79,7 @@ class ChatEncoder:
     """
 
     optional: tuple[str, ...] = _OPTIONAL
+    needs_offsets = True
 
     def __init__(
         self,
@@ -90,7 +92,9 @@ class ChatEncoder:
         append_eos: bool = True,
         plain: bool = False,
     ) -> None:
-        if not tokenizer.is_fast:
+        # The tokenizers of mistral-common do not have the attribute.
+        is_fast = getattr(tokenizer, "is_fast", False)
+        if self.needs_offsets and not is_fast:
             raise DataError(
                 "task sft needs the character offsets of a fast tokenizer",
                 found=type(tokenizer).__name__,
@@ -105,7 +109,8 @@ class ChatEncoder:
         self.plain = plain or not tokenizer.chat_template
         self.columns: dict[Path, list[str]] = {}
         self.dtype: Any = LABELED
-        added = tokenizer.added_tokens_decoder.values()
+        self._in_form = ContentForms(self._apply_template)
+        added = tokenizer.added_tokens_decoder.values() if is_fast else ()
         self._special = tuple(sorted({str(token) for token in added} | set(tokenizer.all_special_tokens)))
 
     def inspect(self, file: Path, format: str, problems: list[str]) -> None:
@@ -248,6 +253,11 @@ class ChatEncoder:
         self, messages: list[Message], tools: Any, *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """The text of `messages`, and the parts that the template marks with `{% generation %}`, if it does."""
+        return self._apply_template(self._in_form(messages), tools, prompt=prompt)
+
+    def _apply_template(
+        self, messages: list[Message], tools: Any, *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]] | None]:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
 # What processors raise for input that they do not take.
-_REJECTED = (
+REJECTED = (
     ValueError,
     TypeError,
     LookupError,
@@ -160,15 +160,9 @@ class MultimodalEncoder(ChatEncoder):
         }
         inputs, expanded, has_tracks = self._process(description)
         ids = inputs["input_ids"][0]
-        encoded = self.tokenizer(expanded, add_special_tokens=self.plain, return_offsets_mapping=True, verbose=False)
-        if encoded["input_ids"] != ids.tolist():
-            raise SampleError(f"{type(self.processor).__name__} returns other tokens than its text has")
-        spans = sample.spans
-        if spans is not None:
-            spans = _moved(sample.text, expanded, spans, self._placeholders(sample.text))
         tokens = np.empty(len(ids), LABELED)
         tokens["token"] = ids
-        tokens["label"] = np.where(trained_tokens(spans, encoded["offset_mapping"]), ids, IGNORE_INDEX)
+        tokens["label"] = np.where(self._trained(sample, description, ids, expanded), ids, IGNORE_INDEX)
         if self.has_prefix:
             description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
         self._check_placeholders(ids, inputs, used, sample.text)
@@ -179,6 +173,16 @@ class MultimodalEncoder(ChatEncoder):
         if kept is None:
             return None
         return MediaDocument(kept, to_bytes(description), encoder_cost(self.config, inputs))
+
+    def _trained(self, sample: Rendered, description: dict[str, Any], ids: torch.Tensor, expanded: str) -> np.ndarray:
+        """Whether each of a sample's tokens [S] is trained; `expanded` is its text with all placeholders."""
+        encoded = self.tokenizer(expanded, add_special_tokens=self.plain, return_offsets_mapping=True, verbose=False)
+        if encoded["input_ids"] != ids.tolist():
+            raise SampleError(f"{type(self.processor).__name__} returns other tokens than its text has")
+        spans = sample.spans
+        if spans is not None:
+            spans = _moved(sample.text, expanded, spans, self._placeholders(sample.text))
+        return trained_tokens(spans, encoded["offset_mapping"])
 
     def _shortened(self, tokens: np.ndarray, placeholder: torch.Tensor, counts: Counter[str]) -> np.ndarray | None:
         """At most `max_seq_len` tokens with a trained one among them; None without. Media are never cut."""
@@ -238,7 +242,7 @@ class MultimodalEncoder(ChatEncoder):
         found = {name: value for name, value in inputs.items() if name not in _OWN}
         try:
             return self.positions(ids, {**found, "use_audio_in_video": True} if has_tracks else found)
-        except _REJECTED as error:
+        except REJECTED as error:
             raise SampleError(
                 f"the model computes no position ids for it: {error}; the chat template must separate its images and "
                 "videos by a token"
@@ -251,7 +255,7 @@ class MultimodalEncoder(ChatEncoder):
         self.processor.tokenizer = recorder
         try:
             outputs = self._call(recorder, description["text"], media, has_tracks)
-        except _REJECTED as error:
+        except REJECTED as error:
             raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
         finally:
             self.processor.tokenizer = self.tokenizer
@@ -264,7 +268,7 @@ class MultimodalEncoder(ChatEncoder):
         settings = {"use_audio_in_video": True} if has_tracks else {}
         try:
             return self.processor(text=[text], **options, **_arguments(media), **settings)
-        except _REJECTED:
+        except REJECTED:
             if any(media.values()) or self._placeholders(text):
                 raise
             return tokenizer([text], **options)
@@ -415,6 +419,8 @@ def _arguments(media: dict[str, list[Any]]) -> dict[str, Any]:
     if videos:
         arguments["videos"] = [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in videos]
         arguments["do_sample_frames"] = False
+        # Some processors read it and do not ask for it themselves.
+        arguments["return_metadata"] = True
         arguments["video_metadata"] = [
             {"total_num_frames": video.total, "fps": video.fps, "frames_indices": video.indices} for video in videos
         ]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opslot.models._probe import Inputs, Probe
+from opslot.models._probe import Inputs, Probe, find_once
 
 METHOD = "get_audio_features"
 # Names of inputs: mel features, a waveform, or codes.
@@ -40,17 +39,17 @@ class AudioInputs:
 
     def make(self, count: int = 1) -> Inputs | None:
         """Arguments for `count` such audios on the module's device; None where they are unknown."""
-        if self._smallest is None:
+        smallest = find_once(self._holder, METHOD, self._smallest)
+        if smallest is None:
             return None
         parameter = next(self._holder.parameters())
         found = {}
-        for name, value in self._smallest.items():
+        for name, value in smallest.items():
             whole = value.expand(count, *value.shape[1:])
             dtype = parameter.dtype if value.is_floating_point() else value.dtype
             found[name] = torch.ones(whole.shape, dtype=dtype) if value.is_floating_point() else whole.clone()
         return {name: value.to(parameter.device) for name, value in found.items()}
 
-    @cached_property
     def _smallest(self) -> Inputs | None:
         name = next((name for name in self._parameters if name in _KINDS), None)
         if name is None or self._config is None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from opslot.models._probe import Inputs, Probe, find_once
 
 Size = tuple[int, int, int]
 # Some models squeeze the axis of tokens, so one token is not legal.
@@ -23,6 +25,8 @@ _SIDES = ("image_size", "resolution")
 # Pixels along each axis that become one token of an image tokenizer.
 _FACTOR = "vision_spatial_factor"
 _MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size")
+# Sides to try where no config has one.
+_TRIED = (64, 128, 224, 256, 384, 512)
 
 
 def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -> dict[str, Any] | None:
@@ -51,6 +55,7 @@ class _Reader:
     def __init__(self, holder: Any, method: str) -> None:
         function = inspect.unwrap(getattr(type(holder), method))
         self.holder = holder
+        self.method = method
         self.parameters = {
             name: p
             for name, p in inspect.signature(getattr(type(holder), method)).parameters.items()
@@ -198,10 +203,11 @@ class _Reader:
         }
 
     def _one_size(self, sizes: Sequence[Size]) -> dict[str, Tensor] | None:
-        """Images of the config's size; where a model takes several images a sample, or frames, each has its own dim."""
-        side = self._image_size(self.vision)
-        if side is None:
-            return None
+        """Images of one size; where a model takes several images a sample, or frames, each has its own dim."""
+        side = self._image_size(self.vision) or find_once(self.holder, self.method, self._smallest_side)
+        return None if side is None else self._of_side(side, sizes)
+
+    def _of_side(self, side: tuple[int, int], sizes: Sequence[Size]) -> Inputs:
         dims = re.search(rf"^\s*(\w+(?:, \w+)+) = {self.pixels}\.shape$", self.source, re.M)
         masks = re.findall(rf"\b{self.pixels}\[(\w+)\]", self.source)
         nested = (dims is not None and dims[1].count(",") == 4) or bool(masks) or self._takes_outer_dim()
@@ -214,6 +220,23 @@ class _Reader:
             if other is not None:
                 found[name] = self._ones(*outer, self._channels(), *other)
         return found
+
+    def _smallest_side(self) -> tuple[int, int] | None:
+        """The smallest size of an image that gives features; None where none is found."""
+        try:
+            probe = Probe(self.holder, self.method)
+        # The code of any model.
+        except Exception:
+            return None
+        made = ({n: x.cpu().float() for n, x in self._of_side(side, _SMALLEST).items()} for side in self._sides())
+        found = probe.first(made)
+        return None if found is None else _pair(found[self.pixels].shape[-2:])
+
+    def _sides(self) -> Iterator[tuple[int, int]]:
+        """Sizes of images to try: those of the encoder's own modules (of timm), then others."""
+        own = (getattr(module, "img_size", None) for module in self.tower.modules())
+        yield from (_pair(size) for size in own if isinstance(size, int | list | tuple))
+        yield from ((side, side) for side in _TRIED)
 
     def _other_images(self) -> dict[str, Any]:
         """Required parameters with the same images in another size, such as `high_res_pixel_values`, with configs."""

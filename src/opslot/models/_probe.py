@@ -7,13 +7,16 @@ are tried, the smallest first, on the code that will run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 Inputs = dict[str, Tensor]
+
+_found: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 class Probe:
@@ -40,6 +43,14 @@ class Probe:
         # The code of any model.
         except Exception:
             return 0
+
+
+def find_once(holder: Any, method: str, find: Callable[[], Any]) -> Any:
+    """What `find` returned for a module and its method when it was called for them first."""
+    known = _found.setdefault(holder, {})
+    if method not in known:
+        known[method] = find()
+    return known[method]
 
 
 def count_features(outputs: Any) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opslot.data.content_forms import ContentForms
+from opslot.data.token_templates import renders_tokens
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
@@ -31,16 +34,19 @@ def generate_answers(
 
     answers = []
     options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **(sampling or {})}
-    has_template = bool(getattr(tokenizer, "chat_template", None))
+    in_form = ContentForms(lambda messages, _: (str(tokenizer.apply_chat_template(messages, tokenize=False)), None))
+    as_tokens = renders_tokens(tokenizer)
+    has_template = as_tokens or bool(getattr(tokenizer, "chat_template", None))
     for prompt in prompts:
-        if has_template and chat in (None, True):
-            messages = [{"role": "system", "content": system}] if system else []
-            text = tokenizer.apply_chat_template(
-                [*messages, {"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-            )
-            ids = tokenizer(str(text), add_special_tokens=False)["input_ids"]
-        else:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        if not has_template or chat is False:
             ids = tokenizer(prompt)["input_ids"]
+        elif as_tokens:
+            ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        else:
+            text = tokenizer.apply_chat_template(in_form(messages), add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(str(text), add_special_tokens=False)["input_ids"]
         inputs = torch.tensor([ids], device=device)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         output = model.generate(

@@ -29,6 +29,7 @@ from opslot.data.media import Limits
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.data.multimodal_collation import MultimodalCollator
 from opslot.data.rope_positions import RopePositions
+from opslot.data.token_templates import TokenTemplateEncoder, renders_tokens
 from opslot.models import trained_config
 from opslot.models._placeholders import PlaceholderCheck
 from opslot.trainer.config import RunConfig
@@ -331,7 +332,8 @@ def _multimodal_encoder(
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     trained = trained_config(model_config, multimodal_class(model_config))
     positions = RopePositions(trained, multimodal_class(trained))
-    return MultimodalEncoder(
+    encoder = TokenTemplateEncoder if renders_tokens(tokenizer) else MultimodalEncoder
+    return encoder(
         processor,
         trained,
         positions,

@@ -480,6 +480,6 @@ def _first_with_tokenizer(*paths: str | None) -> str | None:
         if path:
             folder = Path(path).expanduser()
             folder = folder if folder.is_dir() else folder.parent
-            if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tekken.json")):
                 return str(folder)
     return None

@@ -62,7 +62,8 @@ def media_samples(model: Any, seed: int) -> MediaSamples | None:
     holder = feature_module(model)
     if holder is not None:
         own = [kind for kind in KINDS if hasattr(holder, f"get_{kind}_features")]
-        return _samples(own, lambda kinds: _first_that_runs(model, holder, kinds, seed))
+        tokens: dict[str, Sequence[int]] = {}
+        return _samples(own, lambda kinds: _first_that_runs(model, holder, kinds, tokens, seed))
     inlined = InlinedInputs(model)
     if not inlined.names:
         return None
@@ -146,11 +147,18 @@ def _without_features(batch: Batch, forms: Sequence[Form]) -> Batch:
     return {**batch, **{form.name: torch.ones_like(batch[form.name]) for form in forms}}
 
 
-def _first_that_runs(model: Any, holder: Any, kinds: Sequence[str], seed: int) -> tuple[Batch | None, str]:
-    """A sample that the model takes, or why there is none."""
+def _first_that_runs(
+    model: Any, holder: Any, kinds: Sequence[str], known: dict[str, Sequence[int]], seed: int
+) -> tuple[Batch | None, str]:
+    """A sample that the model takes, or why there is none.
+
+    Args:
+        known: by kind, the tokens of each image, video or audio, for samples of several kinds; those of the only one of
+            `kinds` are added.
+    """
     error = ""
     try:
-        for video_token, counts in _ways(holder, kinds):
+        for video_token, counts in _ways(holder, kinds, known):
             try:
                 batch = _sample(model, holder, kinds, video_token, counts, seed)
                 with torch.no_grad():
@@ -160,6 +168,8 @@ def _first_that_runs(model: Any, holder: Any, kinds: Sequence[str], seed: int) -
             except Exception as raised:
                 error = error or _raised(raised)
             else:
+                if len({*kinds}) == 1:
+                    known[kinds[0]] = counts
                 return batch, ""
     except ConfigError as raised:
         return None, str(raised).splitlines()[0]
@@ -172,12 +182,16 @@ def _raised(error: Exception) -> str:
     return error_text(f"{RAISES} {type(error).__name__}: {error}").splitlines()[0]
 
 
-def _ways(holder: Any, kinds: Sequence[str]) -> Iterator[tuple[str, Sequence[int]]]:
+def _ways(holder: Any, kinds: Sequence[str], known: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequence[int]]]:
     """The kind whose token marks videos, and the tokens of each image, video and audio.
 
     Some models mark videos with the token of images, and some have other numbers of tokens than of features.
     """
-    counts = [_tokens(holder, kind, _SIZES[kinds[:place].count(kind)]) for place, kind in enumerate(kinds)]
+    if len({*kinds}) > 1 and {*kinds} <= known.keys():
+        places = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
+        counts = [known[kind][place] for kind, place in zip(kinds, places, strict=True)]
+    else:
+        counts = [_tokens(holder, kind, _SIZES[kinds[:place].count(kind)]) for place, kind in enumerate(kinds)]
     yield "video", counts
     if "video" in kinds:
         yield "image", counts

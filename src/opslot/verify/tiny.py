@@ -197,8 +197,38 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     # Ids of images and audio have embeddings of their own, behind those of text.
     "gemma3n": {"image_token_id": 49, "audio_token_id": 57},
-    "gemma3n_vision": {"vocab_size": 8, "vocab_offset": 48},
+    # The number of its channels is in timm's code.
+    "gemma3n_vision": {
+        "vocab_size": 8,
+        "vocab_offset": 48,
+        "hidden_size": 2048,
+        "model_args": {"channel_multiplier": 0.05, "msfa_output_resolution": 4},
+    },
     "gemma3n_audio": {"vocab_size": 8, "vocab_offset": 56},
+    # Encoders of timm.
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {
+                "embed_dim": 32,
+                "depth": _LAYERS,
+                "num_heads": 2,
+                "patch_size": _PATCH,
+                "img_size": [_IMAGE, _IMAGE],
+                "ref_feat_shape": [_IMAGE // _PATCH, _IMAGE // _PATCH],
+                "global_pool": "",
+            },
+        }
+    },
+    "fast_vlm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "fastvit_mci3",
+            "hidden_size": 64,
+            "model_args": {"inference_mode": True, "layers": [1] * 5, "embed_dims": [8, 16, 32, 32, 32]},
+        }
+    },
     # Four patches are one feature.
     "llama4_vision_model": {"intermediate_size": 128},
     # The last layer and an intermediate one, side by side.
