@@ -120,6 +120,14 @@ def test_tensors_on_different_devices_raise(kernel, monkeypatch):
         KernelLauncher(kernel)(GRID, (torch.zeros(16), torch.zeros(16, device="meta")), (), (), (), 4)
 
 
+def test_interpreted_launch_with_a_number_of_warps_that_gpus_refuse_raises(kernel, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    launch = KernelLauncher(kernel)
+    launch(GRID, (torch.zeros(16),), (), (), (), 4)
+    with pytest.raises(AssertionError, match="3 warps"):
+        launch(GRID, (torch.zeros(16),), (), (), (), 3)
+
+
 def test_tensors_without_gpu_raise(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(KernelError, match="pointer 0: it is on cpu, not a GPU"):

@@ -398,7 +398,7 @@ shift_labels=shift_labels.view(-1))
             "by `self.mask(x)`, which may be a tensor",
         ),
         ("logits = self.lm_head(x)", "logits = self.lm_head(x) * attention_mask", "which may be a tensor"),
-        ("logits = self.lm_head(x)", "logits = self.lm_head(x) + self.bias", "computes its logits as"),
+        ("logits = self.lm_head(x)", "logits = self.lm_head(x) + self.bias", "which is not a buffer with one row"),
         ("logits = self.lm_head(x)", "logits = torch.tanh(self.lm_head(x))", "changes the logits by tanh"),
         ("logits = self.lm_head(x)", "logits = torch.tanh(self.lm_head(x) / 30) * 20", "changes the logits"),
         ("logits = self.lm_head(x)", "logits = torch.tanh(self.lm_head(x) / 30) * 30 * 2", "after their softcap"),

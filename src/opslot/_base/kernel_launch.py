@@ -64,6 +64,8 @@ class KernelLauncher:
         if not self._direct:
             if not _on_one_cpu_or_gpu(tensors):
                 self._reject_devices(tensors)
+            # The interpreter accepts any number.
+            assert warps.bit_count() == 1, f"{warps} warps, not a power of two"
             self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps, **self._options)
             return
         first = tensors[0]

@@ -144,8 +144,10 @@ def loss_region(
     for operand in shape.operands:
         if not _is_setting(ast.parse(operand, mode="eval").body, forward, init):
             raise UnknownLossError(f"changes the logits by `{operand}`, which may be a tensor")
-    if shape.bias and not (head.without_bias and _is_row_buffer(shape.bias, init)):
-        raise UnknownLossError(f"adds `{shape.bias}` to the logits, which may not be a bias")
+    if shape.bias and not _is_row_buffer(shape.bias, init):
+        raise UnknownLossError(f"adds `{shape.bias}` to the logits, which is not a buffer with one row")
+    if shape.bias and not head.without_bias:
+        raise UnknownLossError(f"adds `{shape.bias}` to the logits of a head with a bias")
     _check_later_uses(forward.body[end + 1 :], logits)
 
     original = "\n".join(map(ast.unparse, forward.body[start : end + 1])) if passes_on else ""
