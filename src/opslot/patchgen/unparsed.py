@@ -28,7 +28,7 @@ class Unparsed(cst.BaseCompoundStatement):
     leading_lines: Sequence[cst.EmptyLine] = ()
 
     def mentions(self, word: str) -> bool:
-        """Whether the text has a word; in a comment or a string, it is no name."""
+        """Whether the text has a word, which may also be part of a comment or a string."""
         return re.search(rf"\b{re.escape(word)}\b", self.text) is not None
 
     def parsed(self) -> cst.FunctionDef | cst.ClassDef:
