@@ -1,25 +1,33 @@
-"""Compile the Triton kernels of an op for NVIDIA GPUs, on a machine without one: `python -m tests.compile_kernels OP`.
+"""Compile the Triton kernels of an op for NVIDIA GPUs, on a machine without one.
 
-The first case of each variant runs forward and backward with launches that compile instead of running, so results are
-meaningless. Kernels that ask for a GPU before they launch are not reached. Prints one line per failed compilation, and
-the number of compiled kernels last.
+    python -m tests.compile_kernels OP [SIZE=VALUE ...]
+
+For each GPU, kernels run with its tiles, forward and backward, and their launches compile instead of running: the first
+input case of each variant, and those for benchmarks, whose tensors are on the meta device and take no memory. Sizes
+replace those of the variant's `benchmark_case`, such as head_dim=256. Prints one line per failed compilation or call,
+and the number of compiled kernels last.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+TOKENS = 8192
 
 
 class Compiler:
-    """Replaces `JITFunction.run`: compiles each new form of a kernel for all `CAPABILITIES`."""
+    """Replaces `JITFunction.run`: compiles each new form of a kernel for the GPU of `capability`."""
 
     def __init__(self) -> None:
+        self.capability = CAPABILITIES[0]
         self.forms: set[str] = set()
         self.failures: list[str] = []
 
@@ -39,24 +47,25 @@ class Compiler:
                 signature[parameter.name] = tuple(map(mangle_type, value))
             else:
                 signature[parameter.name] = mangle_type(value)
-        form = f"{kernel.fn.__name__} {signature} {constants} {options}"
+        form = f"sm_{self.capability[0]}{self.capability[1]} {kernel.fn.__name__} {signature} {constants} {options}"
         if form not in self.forms:
             self.forms.add(form)
             self.compile(kernel, signature, constants, options, form)
 
     def compile(
         self, kernel: Any, signature: dict[str, Any], constants: dict[Any, Any], options: dict[str, Any], form: str
-    ) -> None:
+    ) -> Any:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        for capability in CAPABILITIES:
-            source = ASTSource(kernel, signature, constexprs=constants, attrs={})
-            try:
-                triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
-            except Exception as error:
-                self.failures.append(f"sm_{capability}: {type(error).__name__}: {str(error)[-300:]} in {form}")
+        major, minor = self.capability
+        source = ASTSource(kernel, signature, constexprs=constants, attrs={})
+        try:
+            return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=dict(options))
+        except Exception as error:
+            self.failures.append(f"{type(error).__name__}: {str(error)[-300:]} in {form}")
+            return None
 
 
 class Launched:
@@ -64,43 +73,82 @@ class Launched:
         return lambda *args: None
 
 
-def compile_op(name: str) -> Compiler:
+def prepare(compiler: Compiler) -> None:
+    """Replace launches, the facts of the GPU and random numbers, before the modules of ops import them."""
     from triton.runtime.jit import JITFunction
 
-    from opslot._base import device, kernel_launch
-    from opslot.slots import KERNEL_REGISTRY
-    from opslot.verify.parity import check_kernel
-
-    compiler = Compiler()
+    from opslot._base import kernel_launch
+    from opslot.slots import random_inputs
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Launched:
         compiler.run(kernel, args, kwargs)
         return Launched()
 
+    def launch(launcher: Any, grid: Any, tensors: Any, strides: Any, scalars: Any, constants: Any, warps: int) -> None:
+        launcher._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps, **launcher._options)
+
+    def randn(shape: Any, dtype: torch.dtype, device: torch.device, generator: Any, scale: float = 1.0) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
     JITFunction.run = run
-    # Before the kernels' modules import them.
+    kernel_launch.KernelLauncher.__call__ = launch
     kernel_launch.sm_count = lambda device: 132
-    for spec in KERNEL_REGISTRY.specs(name):
-        if not spec.interpretable:
-            continue
-        function = KERNEL_REGISTRY.load(name, spec.variant, spec.name)
-        for module in [m for key, m in sys.modules.items() if key.startswith("opslot.")]:
-            for attribute, value in list(vars(module).items()):
-                if isinstance(value, kernel_launch.KernelLauncher):
-                    value._direct = False
-                if value is device.triton_interpreted:
-                    setattr(module, attribute, lambda: True)
-        variant = KERNEL_REGISTRY.op(name).variant(spec.variant)
-        for dtype in (torch.bfloat16, torch.float32):
-            case = next(case for case in variant.cases if case.role == "check")
-            check_kernel(function, name, variant, case, dtype, "cpu", name=spec.name)
+    kernel_launch.compute_capability = lambda device: compiler.capability
+    random_inputs.randn = randn
+    # It raises for the meta device.
+    torch.is_autocast_enabled = lambda *device: False
+
+
+def calls(variant: Any, dtype: torch.dtype, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The arguments of the calls to compile."""
+    generator = torch.Generator().manual_seed(0)
+    if sizes:
+        shape = next(case.shape for case in variant.cases if case.shape)
+        yield variant.benchmark_case({**shape, **sizes}, TOKENS).make(dtype, torch.device("meta"), generator)
+        return
+    yield next(case for case in variant.cases if case.role == "check").make(dtype, torch.device("cpu"), generator)
+    for case in variant.cases:
+        if case.role == "bench":
+            yield case.make(dtype, torch.device("meta"), generator)
+
+
+def run(kernel: Any, variant: Any, arguments: dict[str, Any]) -> None:
+    """Forward and backward."""
+    inputs = {name: arguments.pop(name) for name in variant.differentiable if name in arguments}
+    tensors, spec = tree_flatten(inputs)
+    tensors = [x.requires_grad_() if isinstance(x, Tensor) else x for x in tensors]
+    outputs = tree_leaves(kernel(**tree_unflatten(tensors, spec), **arguments))
+    roots = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+    leaves = [x for x in tensors if isinstance(x, Tensor)]
+    torch.autograd.grad(roots, leaves, [torch.zeros_like(x) for x in roots], allow_unused=True)
+
+
+def compile_op(name: str, sizes: Mapping[str, int]) -> Compiler:
+    compiler = Compiler()
+    prepare(compiler)
+
+    from opslot.slots import KERNEL_REGISTRY
+
+    kernels = [(spec, KERNEL_REGISTRY.load(*spec.key)) for spec in KERNEL_REGISTRY.specs(name) if spec.interpretable]
+    # Kernels take tensors that are not on a GPU only for the interpreter; the modules with Triton code are imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+    for compiler.capability in CAPABILITIES:
+        for spec, kernel in kernels:
+            variant = KERNEL_REGISTRY.op(name).variant(spec.variant)
+            for dtype in (torch.bfloat16, torch.float32):
+                for arguments in calls(variant, dtype, sizes):
+                    try:
+                        run(kernel, variant, arguments)
+                    except Exception as error:
+                        compiler.failures.append(f"{'/'.join(spec.key)}: {type(error).__name__}: {error}")
     return compiler
 
 
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    found = compile_op(sys.argv[1])
-    print(*found.failures, sep="\n")
+    sizes = (argument.split("=") for argument in sys.argv[2:])
+    found = compile_op(sys.argv[1], {size: int(value) for size, value in sizes})
+    print(*dict.fromkeys(found.failures), sep="\n")
     print(f"{len(found.forms)} kernels")
     sys.exit(bool(found.failures))
 

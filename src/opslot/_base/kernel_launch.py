@@ -21,6 +21,12 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None for the CPU interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up. Triton's own takes several microseconds on the host."""
     return -(-a // b)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
-from opslot._base.kernel_launch import KernelLauncher, cdiv
+from opslot._base.kernel_launch import KernelLauncher, cdiv, compute_capability
 
 # By bytes of an element: rows, columns, K per step, warps.
 _TILES = {2: (128, 128, 64, 8), 4: (64, 64, 32, 4)}
@@ -95,7 +95,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
     if 1 not in weight.stride():
         weight = weight.contiguous()
     transposed = weight.stride(1) != 1
-    bm, bn, bk, warps = _TILES[x.element_size()] if x.is_cuda else _INTERPRETED_TILE
+    bm, bn, bk, warps = _TILES[x.element_size()] if compute_capability(x.device) else _INTERPRETED_TILE
     _launch(
         (cdiv(rows, bm) * cdiv(columns, bn), 1, 1),
         (x, weight, None if bias is None else bias.contiguous(), out),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
-from opslot._base.kernel_launch import cdiv
+from opslot._base.kernel_launch import cdiv, compute_capability
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
@@ -195,9 +195,9 @@ _H200_NARROW_PLANS = {(2, 64): Plan(Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), (Til
 
 
 @functools.cache
-def plan(element_bytes: int, width: int, narrow: bool, device: torch.device) -> Plan:
+def plan(element_bytes: int, width: int, narrow: bool, capability: tuple[int, int] | None) -> Plan:
     key = element_bytes, next(size for size in (64, 128, 192, 256) if width <= size)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != H200:
+    if capability != H200:
         return _PLANS[key]
     return _H200_NARROW_PLANS.get(key, _H200_PLANS[key]) if narrow else _H200_PLANS[key]
 
@@ -232,7 +232,7 @@ class _Call:
         v_columns = max(16, triton.next_power_of_2(v_width))
         self.widths = (width, v_width, columns, tail, v_columns, unit)
         narrow = window is not None and window <= _NARROW
-        self.plan = plan(q.element_size(), max(columns + tail, v_columns), narrow, q.device)
+        self.plan = plan(q.element_size(), max(columns + tail, v_columns), narrow, compute_capability(q.device))
 
     def blocks(self, size: int) -> tuple[int, int, int]:
         return size * self.batch * self.kv_heads, 1, 1

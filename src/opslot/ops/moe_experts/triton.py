@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from opslot._base.device import triton_interpreted
 from opslot._base.errors import KernelError
+from opslot._base.kernel_launch import compute_capability, sm_count
 from opslot.ops._common.specs import FLOATS
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
@@ -96,16 +97,16 @@ def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> GemmTiling:
 def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
     """The tiling for `experts`; for fake tensors (`real` is False) only `align` is correct."""
     down_proj = experts.down_proj
-    if not down_proj.is_cuda:
+    capability = compute_capability(down_proj.device)
+    if capability is None:
         return _uniform(64, Tiles(64, 64, 64, 4, 1), tma=False, programs=3)
-    properties = torch.cuda.get_device_properties(down_proj.device)
-    programs = properties.multi_processor_count
+    programs = sm_count(down_proj.device)
     if down_proj.element_size() > 2:
         return _uniform(64, Tiles(64, 64, 32, 4, 2, per_sm=2), tma=False, programs=programs)
     aligned = all(n % 8 == 0 for n in down_proj.shape[1:])
     if real:
         aligned = aligned and all(w.data_ptr() % 16 == 0 for w in (*experts.gate_up_weights, down_proj))
-    if properties.major < 9 or not aligned:
+    if capability < (9, 0) or not aligned:
         return _uniform(128, Tiles(128, 128, 32, 8, 3), tma=False, programs=programs)
     plan = _hopper(programs)
     if experts.biased or (experts.halves == 2 and not experts.transposed) or not experts.gated:
