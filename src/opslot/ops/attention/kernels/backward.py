@@ -26,64 +26,6 @@ def _weights(scores, lse, scale, softcap, SOFTCAP: tl.constexpr):
     return weights, derivative
 
 
-@triton.jit
-def _accumulate_dq(
-    dq,
-    dq_tail,
-    q,
-    q_tail,
-    dout,
-    lse,
-    delta,
-    k_ptr,
-    v_ptr,
-    k_stride,
-    v_stride,
-    row_start,
-    row_end,
-    first_key,
-    left,
-    skip,
-    count,
-    keys,
-    scale,
-    softcap,
-    MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    TAIL: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    column = tl.arange(0, BLOCK_N)
-    k_offsets = column * k_stride
-    v_offsets = column * v_stride
-    for i in tl.range(0, count, num_stages=STAGES):
-        start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
-        valid = start + column < keys
-        k_block = k_ptr + start.to(tl.int64) * k_stride
-        k = load_tile(k_block, k_offsets, valid, 0, D, HEAD_DIM, MASKED)
-        v = load_tile(v_ptr + start.to(tl.int64) * v_stride, v_offsets, valid, 0, DV, V_HEAD_DIM, MASKED)
-        zeros = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
-        scores = dot(q, tl.trans(k), zeros)
-        if TAIL > 0:
-            k_tail = load_tile(k_block, k_offsets, valid, D, TAIL, HEAD_DIM, MASKED)
-            scores = dot(q_tail, tl.trans(k_tail), scores)
-        dweights = dot(dout, tl.trans(v), zeros)
-        weights, derivative = _weights(scores, lse[:, None], scale, softcap, SOFTCAP)
-        if MASKED:
-            key = (start + column)[None, :]
-            weights = tl.where((key >= row_start[:, None]) & (key < row_end[:, None]), weights, 0.0)
-        dscores = downcast(weights * (dweights - delta[:, None]) * derivative, k.dtype)
-        dq = dot(dscores, k, dq)
-        if TAIL > 0:
-            dq_tail = dot(dscores, k_tail, dq_tail)
-    return dq, dq_tail
-
-
 @triton.jit(do_not_specialize=["batch", "kv_heads", "queries", "keys"])
 def _dq_kernel(
     q_ptr,
@@ -173,127 +115,41 @@ def _dq_kernel(
         q_offsets = row_offsets(row, first_token, q_token_stride, q_head_stride, GROUP)
         q = load_tile(q_ptr, q_offsets, valid, 0, D, HEAD_DIM, True)
         dq = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-        q_tail = q
-        dq_tail = dq
         if TAIL > 0:
             q_tail = load_tile(q_ptr, q_offsets, valid, D, TAIL, HEAD_DIM, True)
             dq_tail = tl.zeros((BLOCK_M, TAIL), dtype=tl.float32)
         lse = tl.load(lse_ptr + scalars, mask=valid, other=float("inf"))
+        column = tl.arange(0, BLOCK_N)
         for MASKED in tl.static_range(2):
-            dq, dq_tail = _accumulate_dq(
-                dq,
-                dq_tail,
-                q,
-                q_tail,
-                dout,
-                lse,
-                delta,
-                k_ptr,
-                v_ptr,
-                k_token_stride,
-                v_token_stride,
-                row_start,
-                row_end,
-                first_key,
-                full_from if MASKED else 0,
-                full_to - full_from if MASKED else full_from,
-                blocks - full_to + full_from if MASKED else full_to - full_from,
-                keys,
-                scale,
-                softcap,
-                MASKED == 1,
-                SOFTCAP,
-                HEAD_DIM,
-                V_HEAD_DIM,
-                D,
-                TAIL,
-                DV,
-                BLOCK_N,
-                STAGES,
-            )
+            left = full_from if MASKED else 0
+            skip = full_to - full_from if MASKED else full_from
+            count = blocks - full_to + full_from if MASKED else full_to - full_from
+            for i in tl.range(0, count, num_stages=STAGES):
+                start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
+                inside = start + column < keys
+                k_block = k_ptr + start.to(tl.int64) * k_token_stride
+                k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED)
+                v_block = v_ptr + start.to(tl.int64) * v_token_stride
+                v = load_tile(v_block, column * v_token_stride, inside, 0, DV, V_HEAD_DIM, MASKED)
+                zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                scores = dot(q, tl.trans(k), zeros)
+                if TAIL > 0:
+                    k_tail = load_tile(k_block, column * k_token_stride, inside, D, TAIL, HEAD_DIM, MASKED)
+                    scores = dot(q_tail, tl.trans(k_tail), scores)
+                dweights = dot(dout, tl.trans(v), zeros)
+                weights, derivative = _weights(scores, lse[:, None], scale, softcap, SOFTCAP)
+                if MASKED:
+                    key = (start + column)[None, :]
+                    weights = tl.where((key >= row_start[:, None]) & (key < row_end[:, None]), weights, 0.0)
+                dscores = downcast(weights * (dweights - delta[:, None]) * derivative, k.dtype)
+                dq = dot(dscores, k, dq)
+                if TAIL > 0:
+                    dq_tail = dot(dscores, k_tail, dq_tail)
         dq_ptr += ((b.to(tl.int64) * queries + first_token) * heads + kv_head * GROUP) * HEAD_DIM
         dq_offsets = row_offsets(row, first_token, heads * HEAD_DIM, HEAD_DIM, GROUP)
         store_tile(dq_ptr, dq_offsets, valid, dq * dscale, 0, D, HEAD_DIM)
         if TAIL > 0:
             store_tile(dq_ptr, dq_offsets, valid, dq_tail * dscale, D, TAIL, HEAD_DIM)
-
-
-@triton.jit
-def _accumulate_dk_dv(
-    dk,
-    dk_tail,
-    dv,
-    k,
-    k_tail,
-    v,
-    q_ptr,
-    dout_ptr,
-    lse_ptr,
-    delta_ptr,
-    q_token_stride,
-    q_head_stride,
-    dout_token_stride,
-    dout_head_stride,
-    key_start,
-    key_end,
-    first_row,
-    left,
-    skip,
-    count,
-    rows,
-    scale,
-    softcap,
-    MASKED: tl.constexpr,
-    GROUP: tl.constexpr,
-    NEED_K: tl.constexpr,
-    NEED_V: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    TAIL: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Over `count` blocks of rows from `first_row`; scores are transposed, [keys, rows]."""
-    for i in tl.range(0, count, num_stages=STAGES):
-        start = first_row + tl.where(i < left, i, i + skip) * BLOCK_M
-        row = start + tl.arange(0, BLOCK_M)
-        valid = row < rows
-        first_token = start // GROUP
-        q_offsets = row_offsets(row, first_token, q_token_stride, q_head_stride, GROUP)
-        q_block = q_ptr + first_token.to(tl.int64) * q_token_stride
-        q = load_tile(q_block, q_offsets, valid, 0, D, HEAD_DIM, MASKED)
-        if MASKED:
-            lse = tl.load(lse_ptr + row, mask=valid, other=float("inf"))
-        else:
-            lse = tl.load(lse_ptr + row)
-        zeros = tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32)
-        scores = dot(k, tl.trans(q), zeros)
-        if TAIL > 0:
-            q_tail = load_tile(q_block, q_offsets, valid, D, TAIL, HEAD_DIM, MASKED)
-            scores = dot(k_tail, tl.trans(q_tail), scores)
-        weights, derivative = _weights(scores, lse[None, :], scale, softcap, SOFTCAP)
-        if MASKED:
-            visible = (row[None, :] >= key_start[:, None]) & (row[None, :] < key_end[:, None])
-            weights = tl.where(visible, weights, 0.0)
-        dout_offsets = row_offsets(row, first_token, dout_token_stride, dout_head_stride, GROUP)
-        dout_block = dout_ptr + first_token.to(tl.int64) * dout_token_stride
-        dout = load_tile(dout_block, dout_offsets, valid, 0, DV, V_HEAD_DIM, MASKED)
-        if NEED_V:
-            dv = dot(downcast(weights, dout.dtype), dout, dv)
-        if NEED_K:
-            if MASKED:
-                delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
-            else:
-                delta = tl.load(delta_ptr + row)
-            dweights = dot(v, tl.trans(dout), zeros)
-            dscores = downcast(weights * (dweights - delta[None, :]) * derivative, q.dtype)
-            dk = dot(dscores, q, dk)
-            if TAIL > 0:
-                dk_tail = dot(dscores, q_tail, dk_tail)
-    return dk, dk_tail, dv
 
 
 @triton.jit(do_not_specialize=["batch", "kv_heads", "queries", "keys"])
@@ -373,55 +229,57 @@ def _dk_dv_kernel(
     v_ptr += b.to(tl.int64) * (v_batch_stride // UNIT * UNIT) + kv_head.to(tl.int64) * (v_head_stride // UNIT * UNIT)
     k_ptr += first_key.to(tl.int64) * k_token_stride
     v_ptr += first_key.to(tl.int64) * v_token_stride
-    scalars = (b * kv_heads + kv_head).to(tl.int64) * rows
+    lse_ptr += (b * kv_heads + kv_head).to(tl.int64) * rows
+    delta_ptr += (b * kv_heads + kv_head).to(tl.int64) * rows
     offset = tl.arange(0, BLOCK_N)
     k = load_tile(k_ptr, offset * k_token_stride, valid, 0, D, HEAD_DIM, True)
     v = load_tile(v_ptr, offset * v_token_stride, valid, 0, DV, V_HEAD_DIM, True)
     dk = tl.zeros((BLOCK_N, D if NEED_K else 1), dtype=tl.float32)
     dv = tl.zeros((BLOCK_N, DV if NEED_V else 1), dtype=tl.float32)
-    k_tail = k
-    dk_tail = dk
     if TAIL > 0:
         k_tail = load_tile(k_ptr, offset * k_token_stride, valid, D, TAIL, HEAD_DIM, True)
         dk_tail = tl.zeros((BLOCK_N, TAIL), dtype=tl.float32)
+    # Scores are transposed, [keys, rows].
     for MASKED in tl.static_range(2):
-        dk, dk_tail, dv = _accumulate_dk_dv(
-            dk,
-            dk_tail,
-            dv,
-            k,
-            k_tail,
-            v,
-            q_ptr,
-            dout_ptr,
-            lse_ptr + scalars,
-            delta_ptr + scalars,
-            q_token_stride,
-            q_head_stride,
-            dout_token_stride,
-            dout_head_stride,
-            key_start,
-            key_end,
-            first_row,
-            full_from if MASKED else 0,
-            full_to - full_from if MASKED else full_from,
-            blocks - full_to + full_from if MASKED else full_to - full_from,
-            rows,
-            scale,
-            softcap,
-            MASKED == 1,
-            GROUP,
-            NEED_K,
-            NEED_V,
-            SOFTCAP,
-            HEAD_DIM,
-            V_HEAD_DIM,
-            D,
-            TAIL,
-            DV,
-            BLOCK_M,
-            STAGES,
-        )
+        left = full_from if MASKED else 0
+        skip = full_to - full_from if MASKED else full_from
+        count = blocks - full_to + full_from if MASKED else full_to - full_from
+        for i in tl.range(0, count, num_stages=STAGES):
+            start = first_row + tl.where(i < left, i, i + skip) * BLOCK_M
+            row = start + tl.arange(0, BLOCK_M)
+            inside = row < rows
+            first_token = start // GROUP
+            q_offsets = row_offsets(row, first_token, q_token_stride, q_head_stride, GROUP)
+            q_block = q_ptr + first_token.to(tl.int64) * q_token_stride
+            q = load_tile(q_block, q_offsets, inside, 0, D, HEAD_DIM, MASKED)
+            if MASKED:
+                lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))
+            else:
+                lse = tl.load(lse_ptr + row)
+            zeros = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            scores = dot(k, tl.trans(q), zeros)
+            if TAIL > 0:
+                q_tail = load_tile(q_block, q_offsets, inside, D, TAIL, HEAD_DIM, MASKED)
+                scores = dot(k_tail, tl.trans(q_tail), scores)
+            weights, derivative = _weights(scores, lse[None, :], scale, softcap, SOFTCAP)
+            if MASKED:
+                visible = (row[None, :] >= key_start[:, None]) & (row[None, :] < key_end[:, None])
+                weights = tl.where(visible, weights, 0.0)
+            dout_offsets = row_offsets(row, first_token, dout_token_stride, dout_head_stride, GROUP)
+            dout_block = dout_ptr + first_token.to(tl.int64) * dout_token_stride
+            dout = load_tile(dout_block, dout_offsets, inside, 0, DV, V_HEAD_DIM, MASKED)
+            if NEED_V:
+                dv = dot(downcast(weights, dout.dtype), dout, dv)
+            if NEED_K:
+                if MASKED:
+                    delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
+                else:
+                    delta = tl.load(delta_ptr + row)
+                dweights = dot(v, tl.trans(dout), zeros)
+                dscores = downcast(weights * (dweights - delta[None, :]) * derivative, q.dtype)
+                dk = dot(dscores, q, dk)
+                if TAIL > 0:
+                    dk_tail = dot(dscores, q_tail, dk_tail)
     token = (b.to(tl.int64) * keys + first_key) * kv_heads + kv_head
     if NEED_V:
         store_tile(dv_ptr + token * V_HEAD_DIM, offset * kv_heads * V_HEAD_DIM, valid, dv, 0, DV, V_HEAD_DIM)

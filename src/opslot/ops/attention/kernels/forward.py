@@ -74,70 +74,6 @@ def block_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
     return start, blocks, full_from, full_to
 
 
-@triton.jit
-def _attend(
-    acc,
-    total,
-    top,
-    q,
-    q_tail,
-    k_ptr,
-    v_ptr,
-    k_stride,
-    v_stride,
-    row_start,
-    row_end,
-    first_key,
-    left,
-    skip,
-    count,
-    keys,
-    scale,
-    softcap,
-    MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    TAIL: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Accumulate `count` blocks of keys from `first_key`, of which those from `left` on come `skip` blocks later."""
-    column = tl.arange(0, BLOCK_N)
-    k_offsets = column * k_stride
-    v_offsets = column * v_stride
-    for i in tl.range(0, count, num_stages=STAGES):
-        start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
-        valid = start + column < keys
-        k_block = k_ptr + start.to(tl.int64) * k_stride
-        k = load_tile(k_block, k_offsets, valid, 0, D, HEAD_DIM, MASKED)
-        zeros = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
-        scores = dot(q, tl.trans(k), zeros)
-        if TAIL > 0:
-            k_tail = load_tile(k_block, k_offsets, valid, D, TAIL, HEAD_DIM, MASKED)
-            scores = dot(q_tail, tl.trans(k_tail), scores)
-        if SOFTCAP:
-            scores = softcap * tanh(scores * scale)
-        if MASKED:
-            key = (start + column)[None, :]
-            scores = tl.where((key >= row_start[:, None]) & (key < row_end[:, None]), scores, float("-inf"))
-        if SOFTCAP:
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_top[:, None])
-        else:
-            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-            weights = tl.exp2(scores * scale - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        v = load_tile(v_ptr + start.to(tl.int64) * v_stride, v_offsets, valid, 0, DV, V_HEAD_DIM, MASKED)
-        acc = dot(downcast(weights, v.dtype), v, acc)
-        top = new_top
-    return acc, total, top
-
-
 @triton.jit(do_not_specialize=["batch", "kv_heads", "queries", "keys"])
 def _forward_kernel(
     q_ptr,
@@ -205,7 +141,6 @@ def _forward_kernel(
     v_ptr += b.to(tl.int64) * (v_batch_stride // UNIT * UNIT) + kv_head.to(tl.int64) * (v_head_stride // UNIT * UNIT)
     q_offsets = row_offsets(row, first_token, q_token_stride, q_head_stride, GROUP)
     q = load_tile(q_ptr, q_offsets, valid, 0, D, HEAD_DIM, True)
-    q_tail = q
     if TAIL > 0:
         q_tail = load_tile(q_ptr, q_offsets, valid, D, TAIL, HEAD_DIM, True)
 
@@ -218,36 +153,40 @@ def _forward_kernel(
         top = tl.full((BLOCK_M,), -1e30, dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
+    column = tl.arange(0, BLOCK_N)
+    # First the blocks of keys that all rows see, then those before and after them.
     for MASKED in tl.static_range(2):
-        acc, total, top = _attend(
-            acc,
-            total,
-            top,
-            q,
-            q_tail,
-            k_ptr,
-            v_ptr,
-            k_token_stride,
-            v_token_stride,
-            row_start,
-            row_end,
-            first_key,
-            full_from if MASKED else 0,
-            full_to - full_from if MASKED else full_from,
-            blocks - full_to + full_from if MASKED else full_to - full_from,
-            keys,
-            scale,
-            softcap,
-            MASKED == 1,
-            SOFTCAP,
-            HEAD_DIM,
-            V_HEAD_DIM,
-            D,
-            TAIL,
-            DV,
-            BLOCK_N,
-            STAGES,
-        )
+        left = full_from if MASKED else 0
+        skip = full_to - full_from if MASKED else full_from
+        count = blocks - full_to + full_from if MASKED else full_to - full_from
+        for i in tl.range(0, count, num_stages=STAGES):
+            start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
+            inside = start + column < keys
+            k_block = k_ptr + start.to(tl.int64) * k_token_stride
+            k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED)
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            scores = dot(q, tl.trans(k), zeros)
+            if TAIL > 0:
+                k_tail = load_tile(k_block, column * k_token_stride, inside, D, TAIL, HEAD_DIM, MASKED)
+                scores = dot(q_tail, tl.trans(k_tail), scores)
+            if SOFTCAP:
+                scores = softcap * tanh(scores * scale)
+            if MASKED:
+                key = (start + column)[None, :]
+                scores = tl.where((key >= row_start[:, None]) & (key < row_end[:, None]), scores, float("-inf"))
+            if SOFTCAP:
+                new_top = tl.maximum(top, tl.max(scores, 1))
+                weights = tl.exp2(scores - new_top[:, None])
+            else:
+                new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+                weights = tl.exp2(scores * scale - new_top[:, None])
+            decay = tl.exp2(top - new_top)
+            total = total * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None]
+            v_block = v_ptr + start.to(tl.int64) * v_token_stride
+            v = load_tile(v_block, column * v_token_stride, inside, 0, DV, V_HEAD_DIM, MASKED)
+            acc = dot(downcast(weights, v.dtype), v, acc)
+            top = new_top
 
     heads = kv_heads * GROUP
     out_ptr += ((b.to(tl.int64) * queries + first_token) * heads + kv_head * GROUP) * V_HEAD_DIM
