@@ -18,41 +18,12 @@ from torch import Tensor
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 
 # Tensors of a launch.
-MOST = 3
+MOST = tl.constexpr(3)
 # Elements of a tile.
 _TILE = 4096
 
 
-@triton.jit
-def _copy(
-    source,
-    target,
-    batch_stride,
-    token_stride,
-    head_stride,
-    batch_tokens,
-    tokens,
-    HEADS: tl.constexpr,
-    COPIED: tl.constexpr,
-    NEW_WIDTH: tl.constexpr,
-    TOTAL: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)[None, :]
-    token, head = row // HEADS, row % HEADS
-    batch, position = token // batch_tokens, token % batch_tokens
-    start = (batch * batch_stride + position * token_stride + head * head_stride) * UNIT
-    inside = (token < tokens)[:, None]
-    x = tl.load(source + start[:, None] + column, mask=inside & (column < COPIED), other=0.0)
-    stride: tl.constexpr = TOTAL if TOTAL > 0 else HEADS
-    target += ((token * stride + head) * NEW_WIDTH)[:, None]
-    tl.store(target + column, x, mask=inside & (column < NEW_WIDTH))
-
-
-_SCALARS = [f"{stride}_stride_{i}" for i in range(MOST) for stride in ("batch", "token", "head")]
+_SCALARS = [f"{stride}_stride_{i}" for i in range(MOST.value) for stride in ("batch", "token", "head")]
 
 
 @triton.jit(do_not_specialize=[*_SCALARS, "batch_tokens", "tokens"])
@@ -92,59 +63,26 @@ def _copy_kernel(
 
     A target has TOTAL heads from one token to the next, or with 0 its own.
     """
-    if tl.program_id(1) == 0:
-        _copy(
-            source_0,
-            target_0,
-            batch_stride_0,
-            token_stride_0,
-            head_stride_0,
-            batch_tokens,
-            tokens,
-            HEADS_0,
-            COPIED_0,
-            NEW_WIDTH_0,
-            TOTAL,
-            UNIT,
-            ROWS,
-            COLUMNS,
-        )
-    if HEADS_1 > 0:  # noqa: SIM102 (a constant, so the branch is not compiled)
-        if tl.program_id(1) == 1:
-            _copy(
-                source_1,
-                target_1,
-                batch_stride_1,
-                token_stride_1,
-                head_stride_1,
-                batch_tokens,
-                tokens,
-                HEADS_1,
-                COPIED_1,
-                NEW_WIDTH_1,
-                TOTAL,
-                UNIT,
-                ROWS,
-                COLUMNS,
-            )
-    if HEADS_2 > 0:  # noqa: SIM102
-        if tl.program_id(1) == 2:
-            _copy(
-                source_2,
-                target_2,
-                batch_stride_2,
-                token_stride_2,
-                head_stride_2,
-                batch_tokens,
-                tokens,
-                HEADS_2,
-                COPIED_2,
-                NEW_WIDTH_2,
-                TOTAL,
-                UNIT,
-                ROWS,
-                COLUMNS,
-            )
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    sources, targets = (source_0, source_1, source_2), (target_0, target_1, target_2)
+    batch_strides = (batch_stride_0, batch_stride_1, batch_stride_2)
+    token_strides = (token_stride_0, token_stride_1, token_stride_2)
+    head_strides = (head_stride_0, head_stride_1, head_stride_2)
+    all_heads, copied = (HEADS_0, HEADS_1, HEADS_2), (COPIED_0, COPIED_1, COPIED_2)
+    new_widths = (NEW_WIDTH_0, NEW_WIDTH_1, NEW_WIDTH_2)
+    for i in tl.static_range(MOST):
+        heads, width = all_heads[i], new_widths[i]
+        if heads > 0:  # noqa: SIM102 (a constant, so the branch is not compiled)
+            if tl.program_id(1) == i:
+                token, head = row // heads, row % heads
+                batch, position = token // batch_tokens, token % batch_tokens
+                start = batch * batch_strides[i] + position * token_strides[i] + head * head_strides[i]
+                inside = (token < tokens)[:, None]
+                source = sources[i] + (start * UNIT)[:, None] + column
+                x = tl.load(source, mask=inside & (column < copied[i]), other=0.0)
+                target = targets[i] + ((token * (TOTAL if TOTAL > 0 else heads) + head) * width)[:, None] + column
+                tl.store(target, x, mask=inside & (column < width))
 
 
 _launch = KernelLauncher(_copy_kernel)
@@ -160,7 +98,7 @@ def _arguments(
     columns = triton.next_power_of_2(max(widths))
     rows = max(1, _TILE // columns)
     blocks = max(cdiv(batch * batch_tokens * shape[2], rows) for shape in shapes)
-    absent = MOST - len(shapes)
+    absent = MOST.value - len(shapes)
     scalars = [stride // unit for each in strides for stride in each[:3]] + [0] * (3 * absent)
     sizes = [
         size for shape, width in zip(shapes, widths, strict=True) for size in (shape[2], min(shape[3], width), width)
@@ -180,7 +118,7 @@ def _copy_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], total: int
         total,
     )
     pointers: list[Tensor | None] = [x for pair in zip(sources, targets, strict=True) for x in pair]
-    pointers += [None] * (2 * MOST - len(pointers))
+    pointers += [None] * (2 * MOST.value - len(pointers))
     _launch(grid, tuple(pointers), (), scalars, constants, 4)
 
 
@@ -196,7 +134,7 @@ def resize_heads(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     In one launch if there are at most three, of one B and S.
     """
     sources, targets = ([_four_dimensions(x) for x in tensors] for tensors in (sources, targets))
-    together = len(sources) <= MOST and {x.shape[:2] for x in sources} == {sources[0].shape[:2]}
+    together = len(sources) <= MOST.value and {x.shape[:2] for x in sources} == {sources[0].shape[:2]}
     for at in (slice(None),) if together else (slice(i, i + 1) for i in range(len(sources))):
         if sources[at][0].numel():
             _copy_heads(sources[at], targets[at], 0)

@@ -27,61 +27,6 @@ def _bound(cu_ptr, document, documents, row, length, rows):
     return tl.minimum(tl.maximum(start - row * length, 0), length)
 
 
-@triton.jit
-def _side(
-    own_cu_ptr,
-    other_cu_ptr,
-    start_ptr,
-    end_ptr,
-    rows,
-    own_length,
-    other_length,
-    documents,
-    before,
-    after,
-    KEYS: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(1)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own_start = tl.zeros((BLOCK,), dtype=tl.int32)
-    own_end = own_start + own_length
-    other_start = own_start
-    other_end = own_start + other_length
-    if HAS_DOCUMENTS:
-        # The last boundary that is not after the token. Tokens after the last boundary are another document.
-        document = tl.zeros((BLOCK,), dtype=tl.int32)
-        above = document + documents + 1
-        flat = row * own_length + token
-        width = documents + 1
-        while width > 0:
-            middle = (document + above) // 2
-            after_middle = tl.load(own_cu_ptr + middle).to(tl.int32) <= flat
-            narrow = above - document > 1
-            document = tl.where(narrow & after_middle, middle, document)
-            above = tl.where(narrow & (after_middle == 0), middle, above)
-            width //= 2
-        own_start = _bound(own_cu_ptr, document, documents, row, own_length, rows)
-        own_end = _bound(own_cu_ptr, document + 1, documents, row, own_length, rows)
-        other_start = _bound(other_cu_ptr, document, documents, row, other_length, rows)
-        other_end = _bound(other_cu_ptr, document + 1, documents, row, other_length, rows)
-    # Positions count from the document's first key, and its last query is at its last key.
-    shift = (other_end - other_start) - (own_end - own_start)
-    position = token - own_start
-    if not KEYS:
-        position += shift
-    start = position - before
-    end = position + after + 1
-    if KEYS:
-        start += shift
-        end += shift
-    start = tl.minimum(tl.maximum(start, 0) + other_start, other_end)
-    end = tl.maximum(tl.minimum(end + other_start, other_end), start)
-    tl.store(start_ptr + token, start, mask=token < own_length)
-    tl.store(end_ptr + token, end, mask=token < own_length)
-
-
 @triton.jit(do_not_specialize=["rows", "queries", "keys", "documents", "before", "after"])
 def _intervals_kernel(
     cu_q_ptr,
@@ -98,39 +43,45 @@ def _intervals_kernel(
     BLOCK: tl.constexpr,
 ):
     size = tl.num_programs(1).to(tl.int64) * interval_stride
-    start_ptr = intervals_ptr + tl.program_id(1).to(tl.int64) * interval_stride
-    if tl.program_id(2) == 0:
-        _side(
-            cu_q_ptr,
-            cu_k_ptr,
-            start_ptr,
-            start_ptr + size,
-            rows,
-            queries,
-            keys,
-            documents,
-            before,
-            after,
-            False,
-            HAS_DOCUMENTS,
-            BLOCK,
-        )
-    else:
-        _side(
-            cu_k_ptr,
-            cu_q_ptr,
-            start_ptr + 2 * size,
-            start_ptr + 3 * size,
-            rows,
-            keys,
-            queries,
-            documents,
-            after,
-            before,
-            True,
-            HAS_DOCUMENTS,
-            BLOCK,
-        )
+    intervals_ptr += tl.program_id(1).to(tl.int64) * interval_stride
+    row = tl.program_id(1)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for KEYS in tl.static_range(2):
+        if tl.program_id(2) == KEYS:
+            own_cu_ptr, other_cu_ptr = (cu_k_ptr, cu_q_ptr) if KEYS else (cu_q_ptr, cu_k_ptr)
+            own_length, other_length = (keys, queries) if KEYS else (queries, keys)
+            own_start = tl.zeros((BLOCK,), dtype=tl.int32)
+            own_end = own_start + own_length
+            other_start = own_start
+            other_end = own_start + other_length
+            if HAS_DOCUMENTS:
+                # The last boundary that is not after the token. Tokens after the last boundary are another document.
+                document = tl.zeros((BLOCK,), dtype=tl.int32)
+                above = document + documents + 1
+                flat = row * own_length + token
+                width = documents + 1
+                while width > 0:
+                    middle = (document + above) // 2
+                    after_middle = tl.load(own_cu_ptr + middle).to(tl.int32) <= flat
+                    narrow = above - document > 1
+                    document = tl.where(narrow & after_middle, middle, document)
+                    above = tl.where(narrow & (after_middle == 0), middle, above)
+                    width //= 2
+                own_start = _bound(own_cu_ptr, document, documents, row, own_length, rows)
+                own_end = _bound(own_cu_ptr, document + 1, documents, row, own_length, rows)
+                other_start = _bound(other_cu_ptr, document, documents, row, other_length, rows)
+                other_end = _bound(other_cu_ptr, document + 1, documents, row, other_length, rows)
+            # Positions count from the document's first key, and its last query is at its last key.
+            shift = (other_end - other_start) - (own_end - own_start)
+            position = token - own_start + shift
+            # A query sees the keys up to `before` tokens before it and `after` tokens after it, a key the reverse.
+            start = position - (after if KEYS else before)
+            end = position + (before if KEYS else after) + 1
+            start = tl.minimum(tl.maximum(start, 0) + other_start, other_end)
+            end = tl.maximum(tl.minimum(end + other_start, other_end), start)
+            start_ptr = intervals_ptr + 2 * KEYS * size
+            tl.store(start_ptr + token, start, mask=token < own_length)
+            tl.store(start_ptr + size + token, end, mask=token < own_length)
 
 
 _launch_intervals = KernelLauncher(_intervals_kernel)
