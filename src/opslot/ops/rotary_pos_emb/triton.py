@@ -79,10 +79,7 @@ def _rotate_heads(
     out_head_stride,
     first_head,
     heads,
-    cos_first,
-    cos_second,
-    sin_first,
-    sin_second,
+    angles,
     INVERSE: tl.constexpr,
     INTERLEAVED_IN: tl.constexpr,
     INTERLEAVED_OUT: tl.constexpr,
@@ -94,7 +91,11 @@ def _rotate_heads(
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Rotate heads [first_head, first_head + HEADS) of one token; PASS channels before or behind those are copied."""
+    """Rotate heads [first_head, first_head + HEADS) of one token; PASS channels before or behind those are copied.
+
+    `angles` are cos of the first and second channels of each pair, and sin of both.
+    """
+    cos_first, cos_second, sin_first, sin_second = angles
     head = first_head + tl.arange(0, HEADS)[:, None].to(tl.int64)
     inside = head < heads
     source = x_ptr + head * x_head_stride * UNIT
@@ -181,51 +182,31 @@ def _rotary_kernel(
     else:
         cos_second = tl.load(cos_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
         sin_second = tl.load(sin_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-    _rotate_heads(
-        q_ptr + (batch * q_batch_stride + token * q_token_stride) * UNIT,
-        q_out_ptr + (batch * q_out_batch_stride + token * q_out_token_stride) * UNIT,
-        q_head_stride,
-        q_out_head_stride,
-        group * Q_HEADS,
-        q_heads,
-        cos_first,
-        cos_second,
-        sin_first,
-        sin_second,
-        INVERSE,
-        INTERLEAVED_IN,
-        INTERLEAVED_OUT,
-        HALF,
-        HALF_TILE,
-        Q_PASS,
-        Q_PASS_TILE,
-        PASS_FIRST,
-        UNIT,
-        Q_HEADS,
-    )
-    if K_HEADS > 0:
-        _rotate_heads(
-            k_ptr + (batch * k_batch_stride + token * k_token_stride) * UNIT,
-            k_out_ptr + (batch * k_out_batch_stride + token * k_out_token_stride) * UNIT,
-            k_head_stride,
-            k_out_head_stride,
-            group * K_HEADS,
-            k_heads,
-            cos_first,
-            cos_second,
-            sin_first,
-            sin_second,
-            INVERSE,
-            INTERLEAVED_IN,
-            INTERLEAVED_OUT,
-            HALF,
-            HALF_TILE,
-            K_PASS,
-            K_PASS_TILE,
-            PASS_FIRST,
-            UNIT,
-            K_HEADS,
-        )
+    for i in tl.static_range(2):
+        # A constant, which is 0 without k.
+        if (Q_HEADS, K_HEADS)[i] > 0:
+            batch_stride, token_stride = (q_batch_stride, k_batch_stride)[i], (q_token_stride, k_token_stride)[i]
+            out_batch_stride = (q_out_batch_stride, k_out_batch_stride)[i]
+            out_token_stride = (q_out_token_stride, k_out_token_stride)[i]
+            _rotate_heads(
+                (q_ptr, k_ptr)[i] + (batch * batch_stride + token * token_stride) * UNIT,
+                (q_out_ptr, k_out_ptr)[i] + (batch * out_batch_stride + token * out_token_stride) * UNIT,
+                (q_head_stride, k_head_stride)[i],
+                (q_out_head_stride, k_out_head_stride)[i],
+                group * (Q_HEADS, K_HEADS)[i],
+                (q_heads, k_heads)[i],
+                (cos_first, cos_second, sin_first, sin_second),
+                INVERSE,
+                INTERLEAVED_IN,
+                INTERLEAVED_OUT,
+                HALF,
+                HALF_TILE,
+                (Q_PASS, K_PASS)[i],
+                (Q_PASS_TILE, K_PASS_TILE)[i],
+                PASS_FIRST,
+                UNIT,
+                (Q_HEADS, K_HEADS)[i],
+            )
 
 
 _launch = KernelLauncher(_rotary_kernel)
