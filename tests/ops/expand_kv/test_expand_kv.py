@@ -111,7 +111,7 @@ def test_opcheck():
 def test_tiles_and_warps_are_powers_of_two(heads, widths):
     """Triton compiles nothing else; its interpreter accepts any number of warps."""
     from opslot.ops.expand_kv import triton as expand_kv
-    from opslot.ops.rotary_pos_emb import triton as rotary
+    from opslot.ops.rotary_pos_emb.kernels import rotate as rotary
 
     nope, rope, _ = widths
     tiling = rotary._plan(heads, 1, 2 * rope, nope)

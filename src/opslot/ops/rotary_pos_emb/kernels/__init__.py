@@ -1,0 +1,1 @@
+"""Triton kernels of rotary_pos_emb."""
