@@ -28,6 +28,23 @@ def unsupported_dtype(dtype: torch.dtype) -> str:
     return f"its dtype is {dtype}, not float32, bfloat16 or float16"
 
 
+def gpu_kernel(
+    name: str,
+    op_name: str,
+    variant: str,
+    function: str,
+    requires: tuple[Requirement | str, ...],
+    *,
+    capability: tuple[int, int] = (8, 0),
+    dtypes: frozenset[torch.dtype] = FLOATS,
+    **options: Any,
+) -> KernelSpec:
+    """A kernel for GPUs from `capability` on; `function` is "file:function" in the op's folder."""
+    hardware = HardwareRequirement("gpu", min_compute_capability=capability)
+    factory = f"opslot.ops.{op_name}.{function}"
+    return KernelSpec(name, op_name, variant, factory, hardware, requires=requires, dtypes=dtypes, **options)
+
+
 def triton_kernel(
     op_name: str,
     variant: str,
@@ -38,47 +55,18 @@ def triton_kernel(
     **options: Any,
 ) -> KernelSpec:
     """A kernel `function`, default `<variant>`, of the op's `file`, for GPUs from Ampere on and the interpreter."""
-    return KernelSpec(
-        name,
-        op_name,
-        variant,
-        f"opslot.ops.{op_name}.{file}:{function or variant}",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=(TRITON,),
-        dtypes=FLOATS,
-        portable=True,
-        interpretable=True,
-        **options,
-    )
+    path = f"{file}:{function or variant}"
+    return gpu_kernel(name, op_name, variant, path, (TRITON,), portable=True, interpretable=True, **options)
 
 
 def liger_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
     """A kernel `<variant>` of the op's liger.py."""
-    return KernelSpec(
-        "liger_kernel",
-        op_name,
-        variant,
-        f"opslot.ops.{op_name}.liger:{variant}",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=(LIGER, TRITON),
-        dtypes=FLOATS,
-        portable=True,
-        **options,
-    )
+    return gpu_kernel("liger_kernel", op_name, variant, f"liger:{variant}", (LIGER, TRITON), portable=True, **options)
 
 
 def quack_kernel(op_name: str, variant: str, *, quack: Requirement = QUACK, **options: Any) -> KernelSpec:
     """A kernel `<variant>` of the op's quack.py, for GPUs from Hopper on."""
-    return KernelSpec(
-        "quack",
-        op_name,
-        variant,
-        f"opslot.ops.{op_name}.quack:{variant}",
-        HardwareRequirement("gpu", min_compute_capability=(9, 0)),
-        requires=(quack, CUTLASS),
-        dtypes=FLOATS,
-        **options,
-    )
+    return gpu_kernel("quack", op_name, variant, f"quack:{variant}", (quack, CUTLASS), capability=(9, 0), **options)
 
 
 def npu_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from opslot.ops._common.specs import CUTLASS, FLOATS, H200, HALF_FLOATS, TRITON, triton_kernel
+from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, triton_kernel
 from opslot.ops.attention.op import OP
 from opslot.ops.attention.options import options_of
 from opslot.ops.attention.widths import padded_widths
@@ -209,17 +209,13 @@ def _specs(variant: str) -> tuple[KernelSpec, ...]:
             description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
         ),
         # Slower than `triton`, so `auto` never selects it.
-        KernelSpec(
-            "batch_invariant",
+        triton_kernel(
             "attention",
             variant,
-            f"{_HERE}.batch_invariant:attention",
-            HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-            requires=(TRITON,),
-            dtypes=FLOATS,
+            name="batch_invariant",
+            file="batch_invariant",
+            function="attention",
             supports=_all_of(_head_dim_to(256), _no_dropout),
-            portable=True,
-            interpretable=True,
             description="triton, with results that do not depend on the other documents",
         ),
         KernelSpec(

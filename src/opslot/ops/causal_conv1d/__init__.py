@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from opslot.ops._common.specs import FLA, H200, TRITON, triton_kernel
+from opslot.ops._common.specs import FLA, H200, TRITON, gpu_kernel, triton_kernel
 from opslot.ops.causal_conv1d.op import OP
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
 
 # Of opslot's Triton kernel, whose windows stay in registers.
 _WIDEST_FILTER = 4
@@ -39,13 +39,12 @@ KERNEL_REGISTRY.register(
     )
 )
 KERNEL_REGISTRY.register(
-    KernelSpec(
+    gpu_kernel(
         "fla",
         OP.name,
         "standard",
-        "opslot.ops.causal_conv1d.fla:causal_conv1d",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=(FLA, TRITON),
+        "fla:causal_conv1d",
+        (FLA, TRITON),
         # Not checked in other dtypes; fla autotunes for 20 seconds per dtype and filter.
         dtypes=frozenset({torch.bfloat16}),
         description="flash-linear-attention's kernel, packed documents by cu_seqlens",

@@ -2,13 +2,12 @@
 
 import torch
 
-from opslot.ops._common.specs import FLA, H200, TRITON, triton_kernel
+from opslot.ops._common.specs import FLA, H200, TRITON, gpu_kernel, triton_kernel
 from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec, Requirement
 
 # Kimi delta attention with fewer key heads than value heads.
 _FLA_KIMI = Requirement("fla", "fla-core", ">=0.6")
-_HERE = "opslot.ops.chunk_gated_delta_rule"
 _BROKEN_ON_HOPPER = Requirement("triton", version=">=3.4,<3.7.1")
 _TILELANG = Requirement("tilelang")
 
@@ -40,60 +39,51 @@ def _bf16_priority(request: KernelRequest) -> int | None:
     return 80 if request.dtype == torch.bfloat16 else None
 
 
+_BF16 = frozenset({torch.bfloat16})
+
 KERNEL_REGISTRY.register_op(OP)
-KERNEL_REGISTRY.register(
-    triton_kernel(
-        OP.name,
-        "standard",
-        function="chunk_gated_delta_rule",
-        supports=_keys_fit,
-        priority={H200: _bf16_priority},
-        description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
+for _variant in OP.variants:
+    KERNEL_REGISTRY.register(
+        triton_kernel(
+            OP.name,
+            _variant,
+            function="chunk_gated_delta_rule",
+            supports=_keys_fit,
+            priority={H200: _bf16_priority},
+            description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
+        )
     )
-)
 KERNEL_REGISTRY.register(
-    triton_kernel(
-        OP.name,
-        "per_channel",
-        function="chunk_gated_delta_rule",
-        supports=_keys_fit,
-        priority={H200: _bf16_priority},
-        description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
-    )
-)
-KERNEL_REGISTRY.register(
-    KernelSpec(
+    gpu_kernel(
         "fla",
         OP.name,
         "standard",
-        f"{_HERE}.fla:chunk_gated_delta_rule",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=(FLA, TRITON),
-        dtypes=frozenset({torch.bfloat16}),
+        "fla:chunk_gated_delta_rule",
+        (FLA, TRITON),
+        dtypes=_BF16,
         supports=lambda request: _keys_fit(request) or _right_on_hopper(request),
         description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",
     )
 )
 KERNEL_REGISTRY.register(
-    KernelSpec(
+    gpu_kernel(
         "fla",
         OP.name,
         "per_channel",
-        f"{_HERE}.fla:chunk_gated_delta_rule",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=(_FLA_KIMI, TRITON),
-        dtypes=frozenset({torch.bfloat16}),
+        "fla:chunk_gated_delta_rule",
+        (_FLA_KIMI, TRITON),
+        dtypes=_BF16,
         supports=_keys_fit,
         description="flash-linear-attention's Kimi delta attention, packed documents by cu_seqlens",
     )
 )
-for variant in OP.variants:
+for _variant in OP.variants:
     KERNEL_REGISTRY.register(
         KernelSpec(
             "torch_chunked",
             OP.name,
-            variant,
-            f"{_HERE}.op:reference",
+            _variant,
+            "opslot.ops.chunk_gated_delta_rule.op:reference",
             # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
             # documents, which Transformers mixes; not measured on a GPU.
             priority={"cpu": 10},

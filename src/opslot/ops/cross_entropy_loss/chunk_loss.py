@@ -165,7 +165,6 @@ def _finish(grad: Tensor, slope: Tensor | None, ignored: Tensor, factor: Tensor 
     return grad.masked_fill_(ignored.unsqueeze(1), 0.0).to(dtype)
 
 
-_KERNELS = make_kernels(Backend("chunk_loss", loss_step, token_step, token_grad_step, rescale, rows, factor_last=True))
-causal = _KERNELS.causal
-sequence_classification = _KERNELS.sequence_classification
-token_log_probs = _KERNELS.token_log_probs
+causal, sequence_classification, token_log_probs = make_kernels(
+    Backend("chunk_loss", loss_step, token_step, token_grad_step, rescale, rows, factor_last=True)
+)

@@ -34,15 +34,6 @@ ShapingArguments = tuple[int, float, float, float]
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """One backend's kernels, one per variant of the op."""
-
-    causal: Callable[..., Tensor]
-    sequence_classification: Callable[..., Tensor]
-    token_log_probs: Callable[..., tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
 class _Ops:
     """One backend's custom ops, and the properties that their callers need."""
 
@@ -57,8 +48,11 @@ class _Ops:
 _OPS: dict[str, _Ops] = {}
 
 
-def make_kernels(backend: Backend) -> Kernels:
-    """The backend's kernels; defines its custom ops, so it is called once per backend."""
+def make_kernels(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """The backend's kernels of causal, sequence_classification and token_log_probs.
+
+    Defines its custom ops, so it is called once per backend.
+    """
     name = backend.name
     _OPS[name] = _Ops(_loss_op(backend), *_token_ops(backend), backend.rescale, backend.unsupported)
 
@@ -118,7 +112,7 @@ def make_kernels(backend: Backend) -> Kernels:
 
     for kernel in (causal, sequence_classification, token_log_probs):
         set_adds_adapters(kernel)
-    return Kernels(causal, sequence_classification, token_log_probs)
+    return causal, sequence_classification, token_log_probs
 
 
 def _shape(name: str, softcap: float | None, logit_scale: float) -> tuple[float, float]:

@@ -327,12 +327,7 @@ def unsupported(hidden: Tensor) -> str | None:
 
 
 _BACKEND = Backend("triton", loss_step, token_step, token_grad_step, rescale, rows, unsupported)
-_KERNELS = make_kernels(_BACKEND)
-causal = _KERNELS.causal
-sequence_classification = _KERNELS.sequence_classification
-token_log_probs = _KERNELS.token_log_probs
-
-_BATCH_INVARIANT = make_kernels(replace(_BACKEND, name="batch_invariant", linear_into=linear_into))
-batch_invariant_causal = _BATCH_INVARIANT.causal
-batch_invariant_sequence_classification = _BATCH_INVARIANT.sequence_classification
-batch_invariant_token_log_probs = _BATCH_INVARIANT.token_log_probs
+causal, sequence_classification, token_log_probs = make_kernels(_BACKEND)
+batch_invariant_causal, batch_invariant_sequence_classification, batch_invariant_token_log_probs = make_kernels(
+    replace(_BACKEND, name="batch_invariant", linear_into=linear_into)
+)

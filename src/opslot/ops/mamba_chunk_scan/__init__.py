@@ -2,9 +2,9 @@
 
 import torch
 
-from opslot.ops._common.specs import FLOATS, H200, TRITON, triton_kernel
+from opslot.ops._common.specs import H200, TRITON, gpu_kernel, triton_kernel
 from opslot.ops.mamba_chunk_scan.op import OP, WIDEST_HEAD
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec, Requirement
 
 
 def _heads_fit(request: KernelRequest) -> str | None:
@@ -22,56 +22,50 @@ def _bf16_priority(request: KernelRequest) -> int | None:
     return 80 if request.dtype == torch.bfloat16 else None
 
 
+_DESCRIPTIONS = {
+    "standard": "chunks of 64 tokens (32 in fp32), deterministic, packed documents by cu_seqlens",
+    "per_channel": "chunks in parallel, scanned in registers, deterministic, packed documents by cu_seqlens",
+}
+_MAMBA_SSM = Requirement("mamba_ssm", "mamba-ssm")
+
 KERNEL_REGISTRY.register_op(OP)
-KERNEL_REGISTRY.register(
-    triton_kernel(
-        OP.name,
-        "standard",
-        function="mamba_chunk_scan",
-        supports=_heads_fit,
-        priority={H200: _bf16_priority},
-        description="chunks of 64 tokens (32 in fp32), deterministic, packed documents by cu_seqlens",
+for _variant in OP.variants:
+    KERNEL_REGISTRY.register(
+        triton_kernel(
+            OP.name,
+            _variant,
+            function="mamba_chunk_scan",
+            supports=_heads_fit if _variant == "standard" else None,
+            priority={H200: _bf16_priority},
+            description=_DESCRIPTIONS[_variant],
+        )
     )
-)
 KERNEL_REGISTRY.register(
-    triton_kernel(
-        OP.name,
-        "per_channel",
-        function="mamba_chunk_scan",
-        priority={H200: _bf16_priority},
-        description="chunks in parallel, scanned in registers, deterministic, packed documents by cu_seqlens",
-    )
-)
-KERNEL_REGISTRY.register(
-    KernelSpec(
+    gpu_kernel(
         "mamba_ssm",
         OP.name,
         "standard",
-        "opslot.ops.mamba_chunk_scan.mamba_ssm:mamba_chunk_scan",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=(Requirement("mamba_ssm", "mamba-ssm"), TRITON),
-        dtypes=FLOATS,
+        "mamba_ssm:mamba_chunk_scan",
+        (_MAMBA_SSM, TRITON),
         description="mamba_ssm's chunked kernel, packed documents by cu_seqlens, without states",
     )
 )
 KERNEL_REGISTRY.register(
-    KernelSpec(
+    gpu_kernel(
         "mamba_ssm",
         OP.name,
         "per_channel",
-        "opslot.ops.mamba_chunk_scan.mamba_ssm_selective:mamba_chunk_scan",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=(Requirement("mamba_ssm", "mamba-ssm"),),
-        dtypes=FLOATS,
+        "mamba_ssm_selective:mamba_chunk_scan",
+        (_MAMBA_SSM,),
         description="mamba_ssm's CUDA kernel, without packed documents, initial states and limits",
     )
 )
-for variant in OP.variants:
+for _variant in OP.variants:
     KERNEL_REGISTRY.register(
         KernelSpec(
             "torch_chunked",
             OP.name,
-            variant,
+            _variant,
             "opslot.ops.mamba_chunk_scan.op:reference",
             # Right for packed documents, which Transformers mixes.
             priority={"cpu": 10},

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from opslot.ops._common.activations import activation_name
-from opslot.ops._common.specs import CUTLASS, FLOATS, H200, HALF_FLOATS, QUACK, TRITON
+from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, QUACK, TRITON, gpu_kernel, triton_kernel
 from opslot.ops.moe_experts.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
 from opslot.slots.protocol import is_adapted
@@ -71,17 +71,12 @@ def _grouped_mm(variant: str) -> KernelSpec:
 
 
 def _fused_triton(variant: str) -> KernelSpec:
-    return KernelSpec(
-        "fused_triton",
+    return triton_kernel(
         "moe_experts",
         variant,
-        f"{_HERE}.triton:{'fused_triton' if variant == 'standard' else variant}",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=(TRITON,),
-        dtypes=FLOATS,
+        name="fused_triton",
+        function="fused_triton" if variant == "standard" else variant,
         priority={_gpu(variant): _triton_priority},
-        portable=True,
-        interpretable=True,
         description="grouped Triton GEMMs with gating and routing weights in their epilogues",
     )
 
@@ -110,13 +105,13 @@ for _spec in (
         priority={"npu": 80},
         description="grouped_mm on Ascend's grouped GEMMs",
     ),
-    KernelSpec(
+    gpu_kernel(
         "fused_quack",
         "moe_experts",
         "standard",
-        f"{_HERE}.quack:fused_quack",
-        HardwareRequirement("gpu", min_compute_capability=(9, 0)),
-        requires=(QUACK, CUTLASS, TRITON),
+        "quack:fused_quack",
+        (QUACK, CUTLASS, TRITON),
+        capability=(9, 0),
         dtypes=HALF_FLOATS,
         supports=lambda request: _silu(request) or _multiples_of_8(request),
         priority={H200: _quack_priority},

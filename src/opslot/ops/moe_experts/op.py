@@ -31,7 +31,7 @@ from opslot.ops.moe_experts.cases import (
     transposed_benchmark_case,
     ungated_benchmark_case,
 )
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant, walk_slots
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant, walk_slots
 from opslot.slots.protocol import SLOTS, bound_kernel
 
 _IMPLEMENTATION = "_experts_implementation"
@@ -236,16 +236,12 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 
 def check_standard(module: Any) -> str | None:
     """Why `module` does not compute the standard variant, or None."""
-    if module is None:
-        return None
     problem = activation_problem(getattr(module, "act_fn", None)) or _layout_problem(module)
     return problem or _gating_problem(module)
 
 
 def check_split(module: Any) -> str | None:
     """Why `module` does not compute the split variant, or None."""
-    if module is None:
-        return None
     names = ("w1", "v1", "w2")
     shapes = [_shape_of(module, name) for name in names]
     width = getattr(module, "ffn_hidden_size", 0)
@@ -261,8 +257,6 @@ def check_split(module: Any) -> str | None:
 
 def check_transposed(module: Any) -> str | None:
     """Why `module` does not compute the transposed variant, or None."""
-    if module is None:
-        return None
     gate_up, down = shapes = [_shape_of(module, name) for name in ("gate_up_proj", "down_proj")]
     if gate_up is None or down is None or len(down) != 3 or gate_up != (down[0], down[2], 2 * down[1]):
         return f"weights must be [E, H, 2I] and [E, I, H], found shapes {shapes[0]} and {shapes[1]}"
@@ -275,8 +269,6 @@ def check_transposed(module: Any) -> str | None:
 
 def check_ungated(module: Any) -> str | None:
     """Why `module` does not compute the ungated variant, or None."""
-    if module is None:
-        return None
     up, down = shapes = [_shape_of(module, name) for name in ("up_proj", "down_proj")]
     if up is None or down is None or len(down) != 3 or up != (down[0], down[2], down[1]):
         return f"weights must be [E, I, H] and [E, H, I], found shapes {shapes[0]} and {shapes[1]}"
@@ -285,8 +277,6 @@ def check_ungated(module: Any) -> str | None:
 
 def check_clamped(module: Any) -> str | None:
     """Why `module` does not hold what the clamped variant requires, or None. The patch guarantees the gating."""
-    if module is None:
-        return None
     activation = getattr(module, "act_fn", None)
     if activation is not None and activation_name(activation) != "silu":
         return f"the experts' activation is {type(activation).__name__}, the kernels clamp SiLU's input only"
@@ -297,8 +287,6 @@ def check_clamped(module: Any) -> str | None:
 
 def check_biased(module: Any) -> str | None:
     """Why `module` does not hold what the biased variant requires, or None. The patch guarantees the gating."""
-    if module is None:
-        return None
     names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     shapes = [_shape_of(module, name) for name in names]
     down = shapes[1]
@@ -391,90 +379,78 @@ def runs(module: Any) -> str | None:
     return getattr(getattr(module, "config", None), _IMPLEMENTATION, None)
 
 
-_GRADIENTS = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights")
 # A fused kernel computes the gradient of a routing weight as dot(dout @ down_proj, h) over I, eager code as
 # dot(dout, h @ down_proj.T) over H. Both are correct, but in the former each term has a GEMM's rounding error, which
 # matters only if the inputs are as precise as the accumulation.
 _TOLERANCE_ULPS = {"float32": 3}
 
-_VARIANTS = (
-    OpVariant(
-        "standard",
-        standard,
-        CASES,
-        _GRADIENTS,
+
+def _variant(
+    reference: Callable[..., Tensor],
+    cases: list[InputCase],
+    make_case: Callable[[Mapping[str, int], int], InputCase],
+    check: Callable[[Any], str | None],
+    weights: tuple[str, ...],
+    description: str,
+) -> OpVariant:
+    """A variant named after its reference; `weights` are its parameters."""
+    return OpVariant(
+        reference.__name__,
+        reference,
+        cases,
+        ("hidden_states", *weights, "top_k_weights"),
         _cost,
-        check_standard,
+        check,
         tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
         static_shape=_static_shape,
-        benchmark_case=benchmark_case,
-        description="merged gate_up [E, 2I, H], no bias",
-    ),
-    OpVariant(
-        "clamped",
+        benchmark_case=make_case,
+        description=description,
+    )
+
+
+_MERGED = ("gate_up_proj", "down_proj")
+_VARIANTS = (
+    _variant(standard, CASES, benchmark_case, check_standard, _MERGED, "merged gate_up [E, 2I, H], no bias"),
+    _variant(
         clamped,
         CLAMPED_CASES,
-        _GRADIENTS,
-        _cost,
+        clamped_benchmark_case,
         check_clamped,
-        tolerance_ulps=_TOLERANCE_ULPS,
-        compiles=False,
-        static_shape=_static_shape,
-        benchmark_case=clamped_benchmark_case,
-        description="merged gate_up [E, 2I, H], gate and up within a limit, no bias",
+        _MERGED,
+        "merged gate_up [E, 2I, H], gate and up within a limit, no bias",
     ),
-    OpVariant(
-        "biased",
+    _variant(
         biased,
         BIASED_CASES,
-        (*_GRADIENTS, "gate_up_proj_bias", "down_proj_bias"),
-        _cost,
+        biased_benchmark_case,
         check_biased,
-        tolerance_ulps=_TOLERANCE_ULPS,
-        compiles=False,
-        static_shape=_static_shape,
-        benchmark_case=biased_benchmark_case,
-        description="transposed and interleaved gate_up [E, H, 2I], biases, gate and up within a limit (gpt-oss)",
+        (*_MERGED, "gate_up_proj_bias", "down_proj_bias"),
+        "transposed and interleaved gate_up [E, H, 2I], biases, gate and up within a limit (gpt-oss)",
     ),
-    OpVariant(
-        "split",
+    _variant(
         split,
         SPLIT_CASES,
-        ("hidden_states", "gate_proj", "up_proj", "down_proj", "top_k_weights"),
-        _cost,
+        split_benchmark_case,
         check_split,
-        tolerance_ulps=_TOLERANCE_ULPS,
-        compiles=False,
-        static_shape=_static_shape,
-        benchmark_case=split_benchmark_case,
-        description="separate gate and up; gate, up and down [E, I, H] each, no bias (DBRX)",
+        ("gate_proj", "up_proj", "down_proj"),
+        "separate gate and up; gate, up and down [E, I, H] each, no bias (DBRX)",
     ),
-    OpVariant(
-        "transposed",
+    _variant(
         transposed,
         TRANSPOSED_CASES,
-        _GRADIENTS,
-        _cost,
+        transposed_benchmark_case,
         check_transposed,
-        tolerance_ulps=_TOLERANCE_ULPS,
-        compiles=False,
-        static_shape=_static_shape,
-        benchmark_case=transposed_benchmark_case,
-        description="transposed gate_up [E, H, 2I] and down [E, I, H], no bias (Aria, Llama 4)",
+        _MERGED,
+        "transposed gate_up [E, H, 2I] and down [E, I, H], no bias (Aria, Llama 4)",
     ),
-    OpVariant(
-        "ungated",
+    _variant(
         ungated,
         UNGATED_CASES,
-        ("hidden_states", "up_proj", "down_proj", "top_k_weights"),
-        _cost,
+        ungated_benchmark_case,
         check_ungated,
-        tolerance_ulps=_TOLERANCE_ULPS,
-        compiles=False,
-        static_shape=_static_shape,
-        benchmark_case=ungated_benchmark_case,
-        description="up and down without a gate, [E, I, H] and [E, H, I], no bias (Nemotron 3)",
+        ("up_proj", "down_proj"),
+        "up and down without a gate, [E, I, H] and [E, H, I], no bias (Nemotron 3)",
     ),
 )
 

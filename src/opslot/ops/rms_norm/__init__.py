@@ -7,6 +7,7 @@ from opslot.ops._common.specs import (
     QUACK,
     TRITON,
     fp32_priority,
+    gpu_kernel,
     liger_kernel,
     npu_kernel,
     quack_kernel,
@@ -14,7 +15,7 @@ from opslot.ops._common.specs import (
     triton_kernel,
 )
 from opslot.ops.rms_norm.op import OP
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
 # The first release whose kernel takes a weight_offset.
 _QUACK_WITH_OFFSET = Requirement("quack", "quack-kernels", ">=0.6.3")
@@ -75,13 +76,12 @@ for _variant in ("standard", "weight_offset", "cast_after_weight", "unweighted")
     )
 # Not measured against triton, so `auto` never selects it.
 KERNEL_REGISTRY.register(
-    KernelSpec(
+    gpu_kernel(
         "fla",
         OP.name,
         "gated",
-        "opslot.ops.rms_norm.fla:gated",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=(FLA, TRITON),
+        "fla:gated",
+        (FLA, TRITON),
         # In fp32 its forward has 14 times the error of eager code on an H200.
         dtypes=HALF_FLOATS,
         description="flash-linear-attention's kernel",

@@ -6,7 +6,8 @@ statistics in float32 (float64 for float64 input); `eps` is added to the mean of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -151,112 +152,45 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
     return Cost(bytes=passes * x.numel() * x.element_size())
 
 
+def _variant(reference: Callable[..., Any], description: str, *others: str, **options: Any) -> OpVariant:
+    """A variant named after its reference; `others` are its tensors beside `hidden_states`."""
+    return OpVariant(
+        reference.__name__,
+        reference,
+        cases(*others),
+        ("hidden_states", *others),
+        _cost,
+        static_shape=_static_shape,
+        benchmark_case=make_benchmark_case(*others),
+        description=description,
+        **options,
+    )
+
+
+def _gated(reference: Callable[..., Any], description: str, **options: Any) -> OpVariant:
+    return _variant(reference, description, "weight", "gate", config_field="rms_norm_gated_implementation", **options)
+
+
+def _fused_add(reference: Callable[..., Any], extends: str) -> OpVariant:
+    return _variant(reference, f"{extends} of a residual sum, and the sum", "residual", "weight", extends=extends)
+
+
 _VARIANTS = (
-    OpVariant(
-        "standard",
-        standard,
-        cases("weight"),
-        ("hidden_states", "weight"),
-        _cost,
-        static_shape=_static_shape,
-        benchmark_case=make_benchmark_case("weight"),
-        description="cast, then times weight",
+    _variant(standard, "cast, then times weight", "weight"),
+    _variant(weight_offset, "times (1 + weight) in fp32", "weight"),
+    _variant(cast_after_weight, "times weight in fp32, then cast", "weight"),
+    _gated(gated, "standard, then times silu(gate)", check_module=_silu_gate),
+    _gated(gated_sigmoid, "times weight and sigmoid(gate) in fp32, then cast", check_module=_sigmoid_gate),
+    replace(
+        _gated(gated_groups, "of x * silu(gate) in groups, cast, then times weight"),
+        cases=group_cases(),
+        static_shape=None,
+        benchmark_case=None,
     ),
-    OpVariant(
-        "weight_offset",
-        weight_offset,
-        cases("weight"),
-        ("hidden_states", "weight"),
-        _cost,
-        static_shape=_static_shape,
-        benchmark_case=make_benchmark_case("weight"),
-        description="times (1 + weight) in fp32",
-    ),
-    OpVariant(
-        "cast_after_weight",
-        cast_after_weight,
-        cases("weight"),
-        ("hidden_states", "weight"),
-        _cost,
-        static_shape=_static_shape,
-        benchmark_case=make_benchmark_case("weight"),
-        description="times weight in fp32, then cast",
-    ),
-    OpVariant(
-        "gated",
-        gated,
-        cases("weight", "gate"),
-        ("hidden_states", "weight", "gate"),
-        _cost,
-        check_module=_silu_gate,
-        config_field="rms_norm_gated_implementation",
-        static_shape=_static_shape,
-        benchmark_case=make_benchmark_case("weight", "gate"),
-        description="standard, then times silu(gate)",
-    ),
-    OpVariant(
-        "gated_sigmoid",
-        gated_sigmoid,
-        cases("weight", "gate"),
-        ("hidden_states", "weight", "gate"),
-        _cost,
-        check_module=_sigmoid_gate,
-        config_field="rms_norm_gated_implementation",
-        static_shape=_static_shape,
-        benchmark_case=make_benchmark_case("weight", "gate"),
-        description="times weight and sigmoid(gate) in fp32, then cast",
-    ),
-    OpVariant(
-        "gated_groups",
-        gated_groups,
-        group_cases(),
-        ("hidden_states", "weight", "gate"),
-        _cost,
-        config_field="rms_norm_gated_implementation",
-        description="of x * silu(gate) in groups, cast, then times weight",
-    ),
-    OpVariant(
-        "fused_add",
-        fused_add,
-        cases("weight", "residual"),
-        ("hidden_states", "residual", "weight"),
-        _cost,
-        extends="standard",
-        static_shape=_static_shape,
-        benchmark_case=make_benchmark_case("weight", "residual"),
-        description="standard of a residual sum, and the sum",
-    ),
-    OpVariant(
-        "fused_add_cast_after_weight",
-        fused_add_cast_after_weight,
-        cases("weight", "residual"),
-        ("hidden_states", "residual", "weight"),
-        _cost,
-        extends="cast_after_weight",
-        static_shape=_static_shape,
-        benchmark_case=make_benchmark_case("weight", "residual"),
-        description="cast_after_weight of a residual sum, and the sum",
-    ),
-    OpVariant(
-        "fused_add_weight_offset",
-        fused_add_weight_offset,
-        cases("weight", "residual"),
-        ("hidden_states", "residual", "weight"),
-        _cost,
-        extends="weight_offset",
-        static_shape=_static_shape,
-        benchmark_case=make_benchmark_case("weight", "residual"),
-        description="weight_offset of a residual sum, and the sum",
-    ),
-    OpVariant(
-        "unweighted",
-        unweighted,
-        cases(),
-        ("hidden_states",),
-        _cost,
-        benchmark_case=make_benchmark_case(),
-        description="no weight",
-    ),
+    _fused_add(fused_add, "standard"),
+    _fused_add(fused_add_cast_after_weight, "cast_after_weight"),
+    _fused_add(fused_add_weight_offset, "weight_offset"),
+    replace(_variant(unweighted, "no weight"), static_shape=None),
 )
 
 OP = OpSpec(
