@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,13 +106,16 @@ def differentiable_op(
     launch_backward: Callable[..., None],
     allocate_gradients: Callable[..., Any] | None = None,
     differentiable: int | None = None,
+    kept: Sequence[str] = (),
+    returned: int | None = None,
     recomputable: bool = False,
 ) -> Callable[..., Any]:
     """A kernel and its backward as `opslot::<name>` and `opslot::<name>_backward`, and the function that applies them.
 
     Backward takes (*douts, *arguments, *needs): the gradients of the outputs (None for one of several outputs without
     a gradient), the arguments of forward, and whether each differentiable argument needs a gradient. With one
-    differentiable argument there are no needs, and its gradient is returned without a tuple.
+    differentiable argument there are no needs, and its gradient is returned without a tuple. With `kept`, its tensors
+    take the place of the tensors among the arguments.
 
     Args:
         schema: see `custom_op`.
@@ -122,13 +125,19 @@ def differentiable_op(
         allocate_gradients: (*douts, *arguments, *needs) -> empty gradients, None for those that are not needed; default
             contiguous and like the arguments.
         differentiable: number of leading tensors that receive gradients; default all.
+        kept: names of arguments and outputs in the schema that are kept for backward, which start with the
+            differentiable arguments; default the tensors among the arguments.
+        returned: number of leading outputs that the function returns; the others are only kept. Default all.
         recomputable: running forward again is cheaper than keeping its output: see `recomputed_by`.
     """
-    name, outputs = schema.partition("(")[0], schema.rpartition(" -> ")[2].count("Tensor")
+    name, results = schema.partition("(")[0], schema.rpartition(" -> ")[2].strip("()").split(", ")
+    outputs = len(results) if returned is None else returned
     tensor_arguments, others = _arguments(schema)
     tensors = len(tensor_arguments)
     count = tensors if differentiable is None else differentiable
     several = outputs > 1
+    by_name = {tensor.split()[-1]: (i, tensor) for i, tensor in enumerate([*tensor_arguments, *results])}
+    places, kept_tensors = zip(*(by_name[name] for name in kept)) if kept else (range(tensors), tensor_arguments)
 
     def like_arguments(*args: Any) -> Any:
         arguments = args[outputs : outputs + count]
@@ -142,7 +151,7 @@ def differentiable_op(
     run = custom_op(schema, launched(allocate, launch), allocate)
     backward_arguments = [
         *(f"Tensor{'?' if several else ''} dout{i}" for i in range(outputs)),
-        *tensor_arguments,
+        *kept_tensors,
         *others,
         *(f"bool need_{argument.split()[1]}" for argument in tensor_arguments[:count] if count > 1),
     ]
@@ -156,13 +165,17 @@ def differentiable_op(
     no_gradients = (None,) * (tensors - count + len(others))
 
     def forward(ctx: Any, *args: Any) -> Any:
-        ctx.save_for_backward(*args[:tensors])
+        found = run(*args)
+        everything = (*args[:tensors], *found) if kept else args
+        ctx.save_for_backward(*[everything[i] for i in places])
         ctx.others = args[tensors:]
         if recomputable:
             ctx.opslot_run = run if not torch.compiler.is_compiling() and _hooks(False) is None else None
         if several:
             ctx.set_materialize_grads(False)
-        return run(*args)
+        if returned is None:
+            return found
+        return found[:outputs] if several else found[0]
 
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         if count == 1:

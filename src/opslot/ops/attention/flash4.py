@@ -20,8 +20,10 @@ _INTERFACE = load_interface()
 
 _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    "float? scale, bool causal, int? window_left, int? window_right, float softcap"
+    "float? softmax_scale, bool causal, int? window_size_left, int? window_size_right, float softcap"
 )
+# The names that the library has for them.
+_OPTIONS = [argument.split()[1] for argument in _ARGUMENTS.split(", ")]
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
@@ -30,36 +32,10 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, 
     return out, q.new_empty(lse, dtype=torch.float32)
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    scale: float | None,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+def _launch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Output [B, S, N, D] or [T, N, D], and logsumexp [B, N, S] or [N, T] in float32."""
-    return _INTERFACE._flash_attn_fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=scale,
-        causal=causal,
-        window_size_left=window_left,
-        window_size_right=window_right,
-        softcap=softcap,
-        return_lse=True,
-    )
+    named = dict(zip(_OPTIONS, options, strict=True))
+    return _INTERFACE._flash_attn_fwd(q, k, v, return_lse=True, **named)
 
 
 def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,42 +43,11 @@ def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Te
 
 
 def _launch_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    scale: float | None,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    return _INTERFACE._flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        scale,
-        causal,
-        softcap,
-        window_size_left=window_left,
-        window_size_right=window_right,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        dlse=dlse,
-    )
+    named = dict(zip(_OPTIONS, options, strict=True))
+    return _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **named)
 
 
 _forward = custom_op(

@@ -22,7 +22,7 @@ from transformers.masking_utils import flash_attention_mask
 from opslot._base.errors import KernelError
 from opslot._base.kernel_launch import cdiv, compute_capability
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import custom_op, once_differentiable
+from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
 from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
 from opslot.ops.attention.kernels.forward import launch_forward
@@ -106,7 +106,7 @@ def attend(
     if cu_seqlens_k is cu_seqlens_q:
         # Dynamo rejects a tensor that is passed twice.
         cu_seqlens_k = None
-    return _Attention.apply(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, scale, causal, window, softcap)
+    return _attention(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, scale, causal, window, softcap)
 
 
 def _check(
@@ -243,12 +243,14 @@ def _interval_strides(found: Tensor) -> tuple[int, int]:
 
 
 def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """The output [B, S, N, D_v], and the logsumexp in base 2, [B, K, S * N / K] in float32."""
     batch, queries, heads, _ = q.shape
     lse = (batch, k.shape[2], queries * (heads // k.shape[2]))
     return q.new_empty(batch, queries, heads, v.shape[-1]), q.new_empty(lse, dtype=torch.float32)
 
 
 def _run(
+    outputs: tuple[Tensor, Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -259,18 +261,16 @@ def _run(
     causal: bool,
     window: int | None,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """The output [B, S, N, D_v], and the logsumexp in base 2, [B, K, S * N / K] in float32."""
-    out, lse = _allocate(q, k, v)
+) -> None:
     q, k, v = _adjacent(q, k, v)
     call = _Call(q, k, v, scale, window, softcap)
     if call.empty:
-        return out, lse
+        return
     visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window)
     tile = call.plan.forward
     launch_forward(
         call.blocks(cdiv(call.queries * call.group, tile.rows)),
-        (q, k, v, sinks, visible, out, lse),
+        (q, k, v, sinks, visible, *outputs),
         (*call.strides, *_interval_strides(visible)),
         (*call.sizes, *call.factors),
         (
@@ -284,45 +284,38 @@ def _run(
         ),
         tile.warps,
     )
-    return out, lse
 
 
 def _adjacent(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _allocate_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *options: Any
-) -> tuple[Tensor | None, ...]:
-    needs = options[-4:]
-    return tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need and x is not None else None
-        for x, need in zip((q, k, v, sinks), needs, strict=True)
-    )
-
-
 def _run_backward(
+    gradients: tuple[Tensor | None, ...],
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     scale: float,
     causal: bool,
     window: int | None,
     softcap: float | None,
-    *needs: bool,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v and sinks, None for those that are not needed."""
-    gradients = dq, dk, dv, dsinks = _allocate_gradients(dout, q, k, v, out, lse, sinks, *needs)
+    *_: bool,
+) -> None:
+    """Write those of the `gradients` of q, k, v and sinks that are not None."""
+    dq, dk, dv, dsinks = gradients
     q, k, v, dout = _adjacent(q, k, v, dout)
     call = _Call(q, k, v, scale, window, softcap, dout)
     if call.empty:
-        return tuple(x if x is None else x.zero_() for x in gradients)
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.zero_()
+        return
     visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window)
     strides = (*call.strides, *_interval_strides(visible))
     scalars = (*call.sizes, *call.factors, scale)
@@ -361,7 +354,6 @@ def _run_backward(
     if dsinks is not None:
         assert sinks is not None
         dsinks.copy_(_sinks_gradient(sinks, lse, delta, call))
-    return gradients
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, call: _Call) -> Tensor:
@@ -371,29 +363,13 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, call: _Call) -> T
     return -(weight * delta.view(shape)).sum((0, 2)).flatten()
 
 
-_OPTIONS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, bool causal, SymInt? window, float? softcap"
-_forward = custom_op(
-    f"attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}) -> (Tensor, Tensor)", _run, _allocate
+_attention = differentiable_op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale,"
+    " bool causal, SymInt? window, float? softcap) -> (Tensor out, Tensor lse)",
+    allocate=_allocate,
+    launch=_run,
+    launch_backward=_run_backward,
+    differentiable=4,
+    kept=("q", "k", "v", "sinks", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"),
+    returned=1,
 )
-_backward = custom_op(
-    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, "
-    f"{_OPTIONS}, bool need_q, bool need_k, bool need_v, bool need_sinks) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _allocate_gradients,
-)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-        out, lse = _forward(q, k, v, *options)
-        ctx.save_for_backward(q, k, v, out, lse, *options[:3])
-        ctx.options = options[3:]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:4]
-        gradients = _backward(dout, *ctx.saved_tensors, *ctx.options, *needs)
-        return *[x if need else None for x, need in zip(gradients, needs, strict=True)], *(None,) * 6

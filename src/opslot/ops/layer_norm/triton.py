@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opslot._base.jit import downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
-from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
+from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
 from opslot.ops.layer_norm.arguments import checked
 
@@ -118,16 +118,12 @@ _launch_forward = KernelLauncher(_forward_kernel)
 _launch_backward = KernelLauncher(_backward_kernel)
 
 
-def _contiguous_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
 def _allocate(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and mean and reciprocal standard deviation of each row."""
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
-    return _contiguous_like(x, dtype), mean, rstd
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), mean, rstd
 
 
 def _run_forward(
@@ -155,29 +151,14 @@ def _run_forward(
     )
 
 
-def _allocate_gradients(
-    dout: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    needs = ((x, need_x), (weight, need_weight), (bias, need_bias))
-    dx, dweight, dbias = (_contiguous_like(t, t.dtype) if t is not None and need else None for t, need in needs)
-    return dx, dweight, dbias
-
-
 def _run_backward(
     gradients: tuple[Tensor | None, ...],
     dout: Tensor,
     x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    weight: Tensor | None,
     *_: Any,
 ) -> None:
     """Write those of the `gradients` of x, weight and bias that are not None."""
@@ -214,37 +195,18 @@ def _run_backward(
         sum_partials(partial, *summed)
 
 
-_layer_norm = custom_op(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    launched(_allocate, _run_forward),
-    _allocate,
+_layer_norm = differentiable_op(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType dtype)"
+    " -> (Tensor out, Tensor mean, Tensor rstd)",
+    allocate=_allocate,
+    launch=_run_forward,
+    launch_backward=_run_backward,
+    kept=("x", "weight", "bias", "mean", "rstd"),
+    returned=1,
 )
-_layer_norm_backward = custom_op(
-    "layer_norm_backward(Tensor dout, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool need_x, "
-    "bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
-    launched(_allocate_gradients, _run_backward),
-    _allocate_gradients,
-)
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-    ) -> Tensor:
-        out, mean, rstd = _layer_norm(x, weight, bias, eps, dtype)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:3]
-        gradients = _layer_norm_backward(dout, *ctx.saved_tensors, *needs)
-        return *[x if need else None for x, need in zip(gradients, needs, strict=True)], None, None
 
 
 def standard(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`op.standard` for float32, bfloat16 and float16, also mixed, and rows of up to 16384 elements."""
     dtype = checked("layer_norm_implementation='triton'", hidden_states, weight, bias)
-    return _LayerNorm.apply(hidden_states, weight, bias, float(eps), dtype)
+    return _layer_norm(hidden_states, weight, bias, float(eps), dtype)
