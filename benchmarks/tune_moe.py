@@ -18,6 +18,7 @@ from opslot.ops.moe_experts import triton as fused
 from opslot.ops.moe_experts._autograd import Experts, Wanted
 from opslot.ops.moe_experts.op import OP
 from opslot.ops.moe_experts.routing import route
+from opslot.ops.moe_experts.tiling import Tiles, plan_for
 
 GEMMS = ("gate_up", "down", "act_grad", "input_grad", "gate_up_grad", "down_grad")
 CASES = [c for c in OP.variant("standard").cases if c.role == "bench"]
@@ -27,14 +28,14 @@ def bench(function: Callable[[], Any]) -> float:
     return triton.testing.do_bench(function, warmup=10, rep=60, return_mode="median")
 
 
-def triton_tiles(gemm: str) -> Iterator[fused.Tiles]:
+def triton_tiles(gemm: str) -> Iterator[Tiles]:
     shapes = {
         "gate_up": [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4)],
         "gate_up_grad": [(128, 256, 64, 8, 3), (256, 128, 64, 8, 3)],
         "down_grad": [(128, 256, 64, 8, 3), (256, 128, 64, 8, 3)],
     }.get(gemm, [(128, 256, 64, 8, 3)])
     for shape, flatten, group in itertools.product(shapes, (False, True), (4, 8, 16)):
-        yield fused.Tiles(*shape, group=group, flatten=flatten)
+        yield Tiles(*shape, group=group, flatten=flatten)
 
 
 def tune_triton(arguments: dict[str, torch.Tensor], gemms: list[str]) -> None:
@@ -42,7 +43,7 @@ def tune_triton(arguments: dict[str, torch.Tensor], gemms: list[str]) -> None:
     count, hidden, intermediate = down.shape
     top_k = index.shape[1]
     experts = Experts(gate_up, down)
-    plan = fused.plan_for(experts)
+    plan = plan_for(experts)
     routing = route(index, count, plan.align)
     rows_x = fused.gather(x, top_k, routing)
     rows_grad = fused.gather(torch.randn_like(x), top_k, routing)
@@ -59,10 +60,10 @@ def tune_triton(arguments: dict[str, torch.Tensor], gemms: list[str]) -> None:
     }.items():
         print(f"{name:13} {bench(other):7.3f} ms")
 
-    def run(gemm: str, tiles: fused.Tiles, gather: bool) -> Any:
-        trial = dataclasses.replace(plan, gather=gather, **{gemm: tiles})
+    def run(gemm: str, tiles: Tiles) -> Any:
+        trial = dataclasses.replace(plan, **{gemm: tiles})
         if gemm == "gate_up":
-            return fused.gate_up(trial, x, experts, top_k, routing, rows_x)
+            return fused.gate_up(trial, x, experts, top_k, routing)
         if gemm == "down":
             return fused.rows_gemm(trial, tiles, act, down, hidden, True, routing)
         if gemm == "act_grad":
@@ -75,12 +76,10 @@ def tune_triton(arguments: dict[str, torch.Tensor], gemms: list[str]) -> None:
 
     for gemm in gemms:
         results = []
-        for tiles, gather in itertools.product(triton_tiles(gemm), (False, True)):
-            if gather and gemm != "gate_up":
-                continue
+        for tiles in triton_tiles(gemm):
             try:
-                ms = bench(lambda p=gemm, t=tiles, g=gather: run(p, t, g))
-                results.append((ms, (*dataclasses.astuple(tiles), gather)))
+                ms = bench(lambda p=gemm, t=tiles: run(p, t))
+                results.append((ms, dataclasses.astuple(tiles)))
             except Exception as error:
                 print(f"{gemm} {tiles}: {type(error).__name__} {str(error)[:80]}")
         flops = 2 * index.numel() * hidden * intermediate

@@ -3,9 +3,9 @@
     python -m tests.compile_kernels OP [SIZE=VALUE ...]
 
 For each GPU, kernels run with its tiles, forward and backward, and their launches compile instead of running: the first
-input case of each variant, and those for benchmarks, whose tensors are on the meta device and take no memory. Sizes
-replace those of the variant's `benchmark_case`, such as head_dim=256. Prints one line per failed compilation or call,
-and the number of compiled kernels last.
+input case of each variant, and those for benchmarks, whose tensors are on the meta device and take no memory (where
+they cannot be, all cases for checks). Sizes replace those of the variant's `benchmark_case`, such as head_dim=256.
+Prints one line per failed compilation or call, and the number of compiled kernels last.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ class Compiler:
             return None
 
 
+class DrawnOnDevice(Exception):
+    """A large case draws random numbers on its device, which the meta device cannot."""
+
+
 class Launched:
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args: None
@@ -90,11 +94,15 @@ def prepare(compiler: Compiler) -> None:
     def randn(shape: Any, dtype: torch.dtype, device: torch.device, generator: Any, scale: float = 1.0) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
+        raise DrawnOnDevice
+
     JITFunction.run = run
     kernel_launch.KernelLauncher.__call__ = launch
     kernel_launch.sm_count = lambda device: 132
     kernel_launch.compute_capability = lambda device: compiler.capability
     random_inputs.randn = randn
+    random_inputs.on_device = on_device
     # It raises for the meta device.
     torch.is_autocast_enabled = lambda *device: False
 
@@ -106,10 +114,13 @@ def calls(variant: Any, dtype: torch.dtype, sizes: Mapping[str, int]) -> Iterato
         shape = next(case.shape for case in variant.cases if case.shape)
         yield variant.benchmark_case({**shape, **sizes}, TOKENS).make(dtype, torch.device("meta"), generator)
         return
-    yield next(case for case in variant.cases if case.role == "check").make(dtype, torch.device("cpu"), generator)
-    for case in variant.cases:
-        if case.role == "bench":
-            yield case.make(dtype, torch.device("meta"), generator)
+    checks = [case for case in variant.cases if case.role == "check"]
+    try:
+        large = [case.make(dtype, torch.device("meta"), generator) for case in variant.cases if case.role == "bench"]
+    except DrawnOnDevice:
+        large = [case.make(dtype, torch.device("cpu"), generator) for case in checks[1:]]
+    yield checks[0].make(dtype, torch.device("cpu"), generator)
+    yield from large
 
 
 def run(kernel: Any, variant: Any, arguments: dict[str, Any]) -> None:

@@ -24,16 +24,19 @@ Contract = Callable[..., Tensor]
 def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract, Contract, Contract]:
     """`run` with the signatures of standard, clamped, biased, split, transposed and ungated in `op`."""
 
-    def standard(
-        hidden_states: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        activation: Activation = "silu",
-    ) -> Tensor:
-        experts = Experts(gate_up_proj, down_proj, activation=known_activation(activation))
-        return run(hidden_states, experts, top_k_index, top_k_weights)
+    def unclamped(**layout: bool) -> Contract:
+        def contract(
+            hidden_states: Tensor,
+            gate_up_proj: Tensor,
+            down_proj: Tensor,
+            top_k_index: Tensor,
+            top_k_weights: Tensor,
+            activation: Activation = "silu",
+        ) -> Tensor:
+            experts = Experts(gate_up_proj, down_proj, activation=known_activation(activation), **layout)  # type: ignore[arg-type]
+            return run(hidden_states, experts, top_k_index, top_k_weights)
+
+        return contract
 
     def clamped(
         hidden_states: Tensor,
@@ -92,23 +95,6 @@ def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract, Contract
         experts = Experts(gate_proj, down_proj, up_proj, activation=known_activation(activation), down_transposed=True)
         return run(hidden_states, experts, top_k_index, top_k_weights)
 
-    def transposed(
-        hidden_states: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        activation: Activation = "silu",
-    ) -> Tensor:
-        experts = Experts(
-            gate_up_proj,
-            down_proj,
-            activation=known_activation(activation),
-            transposed=True,
-            down_transposed=True,
-        )
-        return run(hidden_states, experts, top_k_index, top_k_weights)
-
     def ungated(
         hidden_states: Tensor,
         up_proj: Tensor,
@@ -120,7 +106,8 @@ def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract, Contract
         experts = Experts(up_proj, down_proj, activation=known_activation(activation), gated=False)
         return run(hidden_states, experts, top_k_index, top_k_weights)
 
-    return standard, clamped, biased, split, transposed, ungated
+    transposed = unclamped(transposed=True, down_transposed=True)
+    return unclamped(), clamped, biased, split, transposed, ungated
 
 
 def known_activation(activation: Activation) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -25,94 +25,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from opslot._base.device import triton_interpreted
 from opslot._base.errors import KernelError
-from opslot._base.kernel_launch import compute_capability, sm_count
 from opslot.ops._common.specs import FLOATS
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
 from opslot.ops.moe_experts.low_rank import add_adapters
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route, row_bound
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tiling of one GEMM: BM x BN outputs, BK per step; groups of `group` row tiles; `per_sm` CTAs per SM."""
-
-    bm: int
-    bn: int
-    bk: int
-    warps: int
-    stages: int
-    group: int = 8
-    per_sm: int = 1
-    flatten: bool = False
-
-
-@dataclass(frozen=True)
-class GemmTiling:
-    """Tiling of all six GEMMs.
-
-    Attributes:
-        align: the first row of each expert is a multiple of it; a multiple of every row GEMM's BM.
-        tma: operands are tensor descriptors; requires SM90, and rows and addresses aligned to 16 bytes.
-        programs: SMs of the device.
-        gather: the first GEMM gathers tokens as it loads them, instead of reading rows that were gathered before.
-    """
-
-    align: int
-    gate_up: Tiles
-    down: Tiles
-    act_grad: Tiles
-    input_grad: Tiles
-    gate_up_grad: Tiles
-    down_grad: Tiles
-    tma: bool = False
-    programs: int = 1
-    gather: bool = True
-
-
-def _hopper(programs: int) -> GemmTiling:
-    """Within 2% of the fastest for every GEMM on an H200 at the sizes of Qwen3-30B-A3B and DeepSeek-V3.
-
-    Measured by benchmarks/tune_moe.py. `gate_up` computes gate and up per tile, so it accumulates 2 * BN columns.
-    """
-    tiles = Tiles(128, 256, 64, 8, 3, group=4, flatten=True)
-    return GemmTiling(
-        align=128,
-        gate_up=Tiles(128, 128, 64, 8, 4, group=4, flatten=True),
-        down=tiles,
-        act_grad=tiles,
-        input_grad=tiles,
-        gate_up_grad=tiles,
-        down_grad=tiles,
-        tma=True,
-        programs=programs,
-    )
-
-
-def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> GemmTiling:
-    return GemmTiling(align, tiles, tiles, tiles, tiles, tiles, tiles, tma, programs)
-
-
-def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
-    """The tiling for `experts`; for fake tensors (`real` is False) only `align` is correct."""
-    down_proj = experts.down_proj
-    capability = compute_capability(down_proj.device)
-    if capability is None:
-        return _uniform(64, Tiles(64, 64, 64, 4, 1), tma=False, programs=3)
-    programs = sm_count(down_proj.device)
-    if down_proj.element_size() > 2:
-        return _uniform(64, Tiles(64, 64, 32, 4, 2, per_sm=2), tma=False, programs=programs)
-    aligned = all(n % 8 == 0 for n in down_proj.shape[1:])
-    if real:
-        aligned = aligned and all(w.data_ptr() % 16 == 0 for w in (*experts.gate_up_weights, down_proj))
-    if capability < (9, 0) or not aligned:
-        return _uniform(128, Tiles(128, 128, 32, 8, 3), tma=False, programs=programs)
-    plan = _hopper(programs)
-    if experts.biased or (experts.halves == 2 and not experts.transposed) or not experts.gated:
-        return plan
-    # With two GEMMs per step, Triton waits for each at the end of a flattened tile loop, and ptxas serializes both.
-    return replace(plan, gate_up=replace(plan.gate_up, flatten=False))
+from opslot.ops.moe_experts.tiling import GemmTiling, Tiles, plan_for
 
 
 def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -390,17 +309,12 @@ def _gating(experts: Experts) -> dict[str, str | float | bool | None]:
     }
 
 
-def gate_up(
-    plan: GemmTiling, x: Tensor, experts: Experts, top_k: int, routing: Routing, row_tokens: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def gate_up(plan: GemmTiling, x: Tensor, experts: Experts, top_k: int, routing: Routing) -> tuple[Tensor, Tensor]:
     """Gate and up [2, R, I] or, without a gate, [1, R, I], and their activation [1, R, I]."""
     count, hidden, intermediate = experts.sizes
     rows, tiles = routing.row_to_pair.numel(), plan.gate_up
     projected = x.new_empty(1 + experts.gated, rows, intermediate)
     act = x.new_empty(1, rows, intermediate)
-    source = x
-    if not plan.gather:
-        source = _operand(plan, gather(x, top_k, routing) if row_tokens is None else row_tokens, tiles.bm, tiles.bk)
     up_weight = None
     if experts.up_proj is not None:
         weight, up_weight = (_operand(plan, w, tiles.bn, tiles.bk) for w in experts.gate_up_weights)
@@ -412,7 +326,7 @@ def gate_up(
         halves = experts.gate_up_proj.view(2 * count, intermediate, hidden)
         weight = _operand(plan, halves, tiles.bn, tiles.bk, planes=2)
     kernels.gate_up_kernel[_grid(plan, tiles, rows // tiles.bm * triton.cdiv(intermediate, tiles.bn))](
-        source,
+        x,
         routing.row_to_pair,
         weight,
         up_weight,
@@ -427,7 +341,6 @@ def gate_up(
         intermediate,
         SPLIT=up_weight is not None,
         TOP_K=top_k,
-        GATHER=plan.gather,
         TMA=plan.tma,
         ALIGN=plan.align,
         **_gating(experts),

@@ -114,7 +114,6 @@ def gate_up_kernel(
     BIASED: tl.constexpr,
     SPLIT: tl.constexpr,
     TOP_K: tl.constexpr,
-    GATHER: tl.constexpr,
     TMA: tl.constexpr,
     ALIGN: tl.constexpr,
     BM: tl.constexpr,
@@ -125,7 +124,7 @@ def gate_up_kernel(
 ):
     """projected = gate and up of x (plus bias), and act = (up + UP_OFFSET) * activation(gate), clamped.
 
-    x: [T, H] if GATHER, else [1, R, H]. SPLIT: `gate_up` is gate_proj [E, I, H] and `up_weight` is up_proj [E, I, H].
+    x: [T, H]. SPLIT: `gate_up` is gate_proj [E, I, H] and `up_weight` is up_proj [E, I, H].
     Not GATED: `gate_up` is the only weight [E, I, H], and act = activation(projected).
     """
     # Gate and up in one tile.
@@ -137,18 +136,14 @@ def gate_up_kernel(
         expert = tl.load(tile_expert + tm * BM // ALIGN)
         row = tm * BM
         col = tn * BN
-        if GATHER:
-            pair = tl.load(row_to_pair + row + tl.arange(0, BM))
+        pair = tl.load(row_to_pair + row + tl.arange(0, BM))
         if JOINT:
             acc = tl.zeros((BM, 2 * BN), tl.float32)
         else:
             gate = tl.zeros((BM, BN), tl.float32)
             up = tl.zeros((BM, BN), tl.float32)
         for k in range(0, hidden, BK):
-            if GATHER:
-                a = _load_tokens(x, pair, k, hidden, TOP_K, BK)
-            else:
-                a = _load_tile(x, 0, row, k, rows, hidden, BM, BK, TMA)
+            a = _load_tokens(x, pair, k, hidden, TOP_K, BK)
             if SPLIT:
                 b = _load_tile(gate_up, expert, col, k, intermediate, hidden, BN, BK, TMA).T
                 c = _load_tile(up_weight, expert, col, k, intermediate, hidden, BN, BK, TMA).T

@@ -9,6 +9,7 @@ Times on an H200 are in benchmarks/results/bench_h200.json.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -158,14 +159,14 @@ def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _run_forward(
     out: Tensor,
-    total: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     gate: Tensor | None,
-    residual: Tensor | None,
     eps: float,
     weight_offset: bool,
     cast_after_weight: bool,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> None:
     """Write `out`, and with a residual also the sum, `total`."""
     if not x.numel():
@@ -198,14 +199,15 @@ def _run_forward(
 def _run_backward(
     gradients: tuple[Tensor | None, ...],
     dout: Tensor,
-    dsum: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     gate: Tensor | None,
     eps: float,
     weight_offset: bool,
+    *_: bool,
+    dsum: Tensor | None = None,
 ) -> None:
-    """Write those of the `gradients` of x, weight and gate that are not None."""
+    """Write those of the `gradients` of x, weight and gate that are not None; `dsum` is the gradient of a sum x."""
     dx, dweight, dgate = gradients
     if not x.numel():
         if dweight is not None:
@@ -251,36 +253,11 @@ def _allocate(
     return _dense(x, _out_dtype(x, weight, gate, cast_after_weight))
 
 
-def _norm_forward(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    eps: float,
-    weight_offset: bool,
-    cast_after_weight: bool,
-) -> None:
-    _run_forward(out, None, x, weight, gate, None, eps, weight_offset, cast_after_weight)
-
-
-def _norm_backward(
-    gradients: tuple[Tensor | None, ...],
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    eps: float,
-    weight_offset: bool,
-    *_: bool,
-) -> None:
-    _run_backward(gradients, dout, None, x, weight, gate, eps, weight_offset)
-
-
 _norm = differentiable_op(
     "rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool weight_offset, bool cast_after_weight) -> Tensor",
     allocate=_allocate,
-    launch=_norm_forward,
-    launch_backward=_norm_backward,
+    launch=_run_forward,
+    launch_backward=_run_backward,
 )
 
 
@@ -300,7 +277,8 @@ def _fused_add_forward(
     weight_offset: bool,
     cast_after_weight: bool,
 ) -> None:
-    _run_forward(*outputs, x, weight, None, residual, eps, weight_offset, cast_after_weight)
+    out, total = outputs
+    _run_forward(out, x, weight, None, eps, weight_offset, cast_after_weight, residual, total)
 
 
 def _allocate_fused_add_gradients(
@@ -321,16 +299,9 @@ def _allocate_fused_add_gradients(
 
 
 def _fused_add_backward(
-    gradients: tuple[Tensor | None, ...],
-    dout: Tensor,
-    dsum: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    eps: float,
-    weight_offset: bool,
-    *_: bool,
+    gradients: tuple[Tensor | None, ...], dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, *rest: Any
 ) -> None:
-    _run_backward((*gradients, None), dout, dsum, total, weight, None, eps, weight_offset)
+    _run_backward((*gradients, None), dout, total, weight, None, *rest, dsum=dsum)
 
 
 _fused_add_op = custom_op(
@@ -352,13 +323,7 @@ class _FusedAddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        weight_offset: bool,
-        cast_after_weight: bool,
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: bool, cast_after_weight: bool
     ) -> tuple[Tensor, Tensor]:
         out, total = _fused_add_op(x, residual, weight, eps, weight_offset, cast_after_weight)
         ctx.save_for_backward(total, weight)
@@ -403,63 +368,43 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residua
     reject(label, "hidden_states", f"its rows have {width[0]} elements, the limit is {MAX_WIDTH}", "use eager")
 
 
-def _rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    gate: Tensor | None = None,
-    weight_offset: bool = False,
-    cast_after_weight: bool = False,
-) -> Tensor:
-    _check(x, weight, gate)
-    return _norm(x, weight, gate, float(eps), weight_offset, cast_after_weight)
+def _weighted(weight_offset: bool = False, cast_after_weight: bool = False) -> Callable[..., Tensor]:
+    """The kernel of a variant with a weight."""
+
+    def norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """For float32, bfloat16 and float16, also mixed, and rows of up to 65536 elements."""
+        _check(hidden_states, weight)
+        return _norm(hidden_states, weight, None, float(eps), weight_offset, cast_after_weight)
+
+    return norm
 
 
-def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.standard` for float32, bfloat16 and float16, also mixed, and rows of up to 65536 elements."""
-    return _rms_norm(hidden_states, weight, eps)
+def _with_residual(weight_offset: bool = False, cast_after_weight: bool = False) -> Callable[..., Any]:
+    """The kernel of a variant with a residual: one pass forward, one backward that adds the sum's gradient."""
+
+    def norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Within the limits of the norm alone."""
+        _check(hidden_states, weight, residual=residual)
+        return _FusedAddRMSNorm.apply(hidden_states, residual, weight, float(eps), weight_offset, cast_after_weight)
+
+    return norm
 
 
-def weight_offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.weight_offset`, within the limits of `standard`."""
-    return _rms_norm(hidden_states, weight, eps, weight_offset=True, cast_after_weight=True)
-
-
-def cast_after_weight(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.cast_after_weight`, within the limits of `standard`."""
-    return _rms_norm(hidden_states, weight, eps, cast_after_weight=True)
+standard = _weighted()
+weight_offset = _weighted(weight_offset=True, cast_after_weight=True)
+cast_after_weight = _weighted(cast_after_weight=True)
+fused_add = _with_residual()
+fused_add_weight_offset = _with_residual(weight_offset=True, cast_after_weight=True)
+fused_add_cast_after_weight = _with_residual(cast_after_weight=True)
 
 
 def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     """`op.gated`, within the limits of `standard`."""
-    return _rms_norm(hidden_states, weight, eps, gate=gate)
+    _check(hidden_states, weight, gate)
+    return _norm(hidden_states, weight, gate, float(eps), False, False)
 
 
 def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     """`op.unweighted`, within the limits of `standard`."""
-    return _rms_norm(hidden_states, None, eps)
-
-
-def _fused_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *form: bool) -> tuple[Tensor, Tensor]:
-    _check(x, weight, residual=residual)
-    return _FusedAddRMSNorm.apply(x, residual, weight, float(eps), *form)
-
-
-def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`op.fused_add`, within the limits of `standard`; one pass forward, one backward that adds the sum's gradient."""
-    return _fused_add(hidden_states, residual, weight, eps, False, False)
-
-
-def fused_add_cast_after_weight(
-    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`op.fused_add_cast_after_weight`, as `fused_add`."""
-    return _fused_add(hidden_states, residual, weight, eps, False, True)
-
-
-def fused_add_weight_offset(
-    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`op.fused_add_weight_offset`, as `fused_add`."""
-    return _fused_add(hidden_states, residual, weight, eps, True, True)
+    _check(hidden_states, None)
+    return _norm(hidden_states, None, None, float(eps), False, False)
