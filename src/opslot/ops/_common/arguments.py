@@ -29,3 +29,14 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     if rows.stride(1) != 1 and rows.shape[1] != 1:
         rows = rows.contiguous()
     return rows, rows.stride(0)
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """`x` with adjacent elements of the last dimension, copied if they are not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def copy_or_zero(out: Tensor | None, source: Tensor | None) -> None:
+    """Fill `out`, unless it is None, with `source`, or with zeros without one."""
+    if out is not None:
+        out.zero_() if source is None else out.copy_(source)

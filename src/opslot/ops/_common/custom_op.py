@@ -98,6 +98,16 @@ def launched(allocate: Callable[..., Any], launch: Callable[..., None]) -> Calla
     return function
 
 
+def empty_gradients(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Uninitialized contiguous gradients of those `tensors` that are `wanted`, None for the others."""
+    return tuple(
+        [
+            torch.empty_like(x, memory_format=torch.contiguous_format) if need and x is not None else None
+            for x, need in zip(tensors, wanted, strict=True)
+        ]
+    )
+
+
 def differentiable_op(
     schema: str,
     *,
@@ -141,12 +151,8 @@ def differentiable_op(
 
     def like_arguments(*args: Any) -> Any:
         arguments = args[outputs : outputs + count]
-        needs = args[-count:] if count > 1 else (True,)
-        gradients = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) if need and x is not None else None
-            for x, need in zip(arguments, needs)
-        ]
-        return tuple(gradients) if count > 1 else gradients[0]
+        gradients = empty_gradients(arguments, args[-count:] if count > 1 else (True,))
+        return gradients if count > 1 else gradients[0]
 
     run = custom_op(schema, launched(allocate, launch), allocate)
     backward_arguments = [

@@ -21,7 +21,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot._base.kernel_launch import cdiv, compute_capability
-from opslot.ops._common.arguments import reject
+from opslot.ops._common.arguments import adjacent, reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
 from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
@@ -262,7 +262,7 @@ def _run(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    q, k, v = _adjacent(q, k, v)
+    q, k, v = map(adjacent, (q, k, v))
     call = _Call(q, k, v, scale, window, softcap)
     if call.empty:
         return
@@ -286,10 +286,6 @@ def _run(
     )
 
 
-def _adjacent(*tensors: Tensor) -> list[Tensor]:
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 def _run_backward(
     gradients: tuple[Tensor | None, ...],
     dout: Tensor,
@@ -309,7 +305,7 @@ def _run_backward(
 ) -> None:
     """Write those of the `gradients` of q, k, v and sinks that are not None."""
     dq, dk, dv, dsinks = gradients
-    q, k, v, dout = _adjacent(q, k, v, dout)
+    q, k, v, dout = map(adjacent, (q, k, v, dout))
     call = _Call(q, k, v, scale, window, softcap, dout)
     if call.empty:
         for gradient in gradients:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.arguments import copy_or_zero, reject
+from opslot.ops._common.custom_op import differentiable_op, empty_gradients
 from opslot.ops._common.documents import one_row
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
@@ -34,83 +34,46 @@ from opslot.ops.chunk_gated_delta_rule.kernels.system import solve
 from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, check_shapes
 
 _LABEL = "chunk_gated_delta_rule_implementation='triton'"
+# query, key, value, g, beta and initial_state.
+_DIFFERENTIABLE = 6
 
 
-def _allocate(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    normalize: bool,
-    want_final: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _allocate(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    *_, cu_seqlens, _, want_final = rest
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     documents = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (documents, value.shape[2], key.shape[3], value.shape[3])
     return out, value.new_empty(shape, dtype=torch.float32) if want_final else None
 
 
-def _forward(
-    outputs: tuple[Tensor, Tensor | None],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    normalize: bool,
-    want_final: bool,
-) -> None:
+def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
+    *inputs, initial_state, cu_seqlens, normalize, _ = args
     out, final = outputs
-    if value.numel() == 0:
-        if final is not None:
-            final.copy_(initial_state) if initial_state is not None else final.zero_()
+    if out.numel() == 0:
+        copy_or_zero(final, initial_state)
         return
-    call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
+    call = prepare(inputs, cu_seqlens, normalize)
     system = solve_channels(call) if call.per_channel else solve(call)
     write_output(call, system, initial_state, out, final)
 
 
 def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     """All but the gradient of the initial state are always computed."""
-    *inputs, initial_state = args[:6]
-    need_initial = args[-1]
-    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-    dinitial = None
-    if need_initial and initial_state is not None:
-        dinitial = torch.empty_like(initial_state, memory_format=torch.contiguous_format)
-    return *gradients, dinitial
+    return empty_gradients(args[:_DIFFERENTIABLE], (*[True] * (_DIFFERENTIABLE - 1), args[-1]))
 
 
-def _backward(
-    gradients: tuple[Tensor | None, ...],
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    normalize: bool,
-    want_final: bool,
-    *needs: bool,
-) -> None:
+def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> None:
+    *inputs, initial_state, cu_seqlens, normalize, want_final = args[:-_DIFFERENTIABLE]
     *grads, dinitial = gradients
+    value = inputs[2]
     if not want_final:
         # Under torch.compile, an output that is not wanted is an empty tensor, and so is its gradient.
         dfinal = None
     if value.numel() == 0:
-        if dinitial is not None:
-            dinitial.copy_(dfinal) if dfinal is not None else dinitial.zero_()
+        copy_or_zero(dinitial, dfinal)
         return
     dout = torch.zeros_like(value) if dout is None else dout
-    call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
+    call = prepare(inputs, cu_seqlens, normalize)
     system, write = (
         (solve_channels(call), write_channel_gradients) if call.per_channel else (solve(call), write_gradients)
     )
@@ -124,7 +87,7 @@ _gated_delta_rule = differentiable_op(
     launch=_forward,
     allocate_gradients=_allocate_gradients,
     launch_backward=_backward,
-    differentiable=6,
+    differentiable=_DIFFERENTIABLE,
 )
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.arguments import reject
+from opslot.ops._common.arguments import adjacent, reject
 from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
@@ -140,10 +140,6 @@ def _in_units(*strides: int) -> tuple[int, list[int]]:
     return unit, [stride // unit for stride in strides]
 
 
-def _adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _allocate(kv: Tensor, k_rot: Tensor, nope: int) -> Tensor:
     batch, heads, tokens, _ = kv.shape
     dtype = torch.promote_types(kv.dtype, k_rot.dtype)
@@ -154,7 +150,7 @@ def _expand(key: Tensor, kv: Tensor, k_rot: Tensor, nope: int) -> None:
     if key.numel() == 0:
         return
     batch, heads, tokens, _ = kv.shape
-    kv, k_rot = _adjacent(kv), _adjacent(k_rot)
+    kv, k_rot = adjacent(kv), adjacent(k_rot)
     rope = k_rot.shape[-1]
     (nope_tile, rope_tile), per_tile, warps = _plan(heads, nope, rope)
     kv_batch, kv_head, kv_token, _ = kv.stride()
@@ -182,7 +178,7 @@ def _gradients(gradients: tuple[Tensor, Tensor], dkey: Tensor, dvalue: Tensor, n
     batch, heads, tokens, v = dvalue.shape
     if dkey.numel() == 0:
         return
-    dkey, dvalue = _adjacent(dkey), _adjacent(dvalue)
+    dkey, dvalue = adjacent(dkey), adjacent(dvalue)
     rope = drot.shape[-1]
     (nope_tile, rope_tile, v_tile), per_tile, warps = _plan(heads, nope, rope, v)
     strides = [x.stride(dim) for x in (dkey, dvalue) for dim in (0, 2, 1)]

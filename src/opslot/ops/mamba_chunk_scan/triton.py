@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.arguments import copy_or_zero, reject
+from opslot.ops._common.custom_op import differentiable_op, empty_gradients
 from opslot.ops._common.documents import one_row
 from opslot.ops._common.kernels.tiles import as_tokens
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
@@ -51,8 +51,7 @@ def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
     *inputs, initial_states, cu_seqlens, softplus, low, high, _ = args
     out, final = outputs
     if out.numel() == 0:
-        if final is not None:
-            final.copy_(initial_states) if initial_states is not None else final.zero_()
+        copy_or_zero(final, initial_states)
         return
     if _is_per_channel(inputs):
         scan = selective.prepare(inputs, cu_seqlens, softplus, low, high, backward=False)
@@ -65,10 +64,7 @@ def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
 
 def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     """All but the gradient of the initial states are always computed."""
-    inputs = list(args[:_DIFFERENTIABLE])
-    if not args[-1]:
-        inputs[-1] = None
-    return tuple(None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+    return empty_gradients(args[:_DIFFERENTIABLE], (*[True] * (_DIFFERENTIABLE - 1), args[-1]))
 
 
 def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> None:
@@ -80,10 +76,8 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
         dfinal = None
     if x.numel() == 0:
         for grad in grads:
-            if grad is not None:
-                grad.zero_()
-        if dinitial is not None:
-            dinitial.copy_(dfinal) if dfinal is not None else dinitial.zero_()
+            copy_or_zero(grad, None)
+        copy_or_zero(dinitial, dfinal)
         return
     dout = torch.zeros_like(x) if dout is None else dout
     if _is_per_channel(inputs):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.custom_op import autograd_function, custom_op
+from opslot.ops._common.custom_op import autograd_function, custom_op, empty_gradients
 
 
 class Experts(NamedTuple):
@@ -198,10 +198,4 @@ def on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> A
 def _fake_backward(
     grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    like = (x, gate_up, down, weights, *rest[:3])
-    return tuple(
-        [
-            torch.empty_like(t, memory_format=torch.contiguous_format) if w and t is not None else None
-            for t, w in zip(like, _each(Wanted(*rest[-3:])), strict=True)
-        ]
-    )
+    return empty_gradients((x, gate_up, down, weights, *rest[:3]), _each(Wanted(*rest[-3:])))

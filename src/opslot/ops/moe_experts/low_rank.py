@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot.ops._common.custom_op import autograd_function, custom_op
+from opslot.ops._common.custom_op import autograd_function, custom_op, empty_gradients
 from opslot.ops.moe_experts._autograd import GATING, Experts, on_its_device
 from opslot.ops.moe_experts._call import Contract, variants
 from opslot.ops.moe_experts._gating import activate_backward, activate_parts, halves_of, row_dots
@@ -146,7 +146,7 @@ def _differentiable(name: str, sort: Sort, count_rows: Callable[[Tensor, Experts
         return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, width), up
 
     def fake_backward(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *rest: Any) -> Any:
-        return _empty_gradients((x, gate_up, down, *rest[:4], *rest[6]), rest[-1])
+        return empty_gradients((x, gate_up, down, *rest[:4], *rest[6]), rest[-1])
 
     def run_backward(grad: Tensor, *arguments: Any) -> Any:
         *inputs, gate_up, up, factors = arguments[:11]
@@ -182,15 +182,6 @@ def _differentiable(name: str, sort: Sort, count_rows: Callable[[Tensor, Experts
         return *kept[:3], None, *kept[3:], *[None] * len(ctx.gating)
 
     return autograd_function(f"moe_{name}_adapters", apply_forward, apply_backward, sort.__module__)
-
-
-def _empty_gradients(like: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    return tuple(
-        [
-            torch.empty_like(t, memory_format=torch.contiguous_format) if w and t is not None else None
-            for t, w in zip(like, wanted, strict=True)
-        ]
-    )
 
 
 def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,6 +71,16 @@ class Chunks:
     count: int
     documents: int
 
+    @property
+    def table(self) -> tuple[Tensor, Tensor]:
+        """First token and length of each chunk."""
+        return self.start, self.length
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """What gives each document's chunks."""
+        return self.cu_seqlens, self.first
+
 
 def chunk_table(cu_seqlens: Tensor | None, batch: int, length: int, device: torch.device, chunk: int) -> Chunks:
     """The chunks of `batch` rows of `length` tokens, or of the documents between `cu_seqlens` [documents + 1].

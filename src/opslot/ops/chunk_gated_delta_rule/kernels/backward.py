@@ -332,7 +332,7 @@ def write_gradients(
     of_chunks = (found.system.scales, found.states, found.residual, dstates, dv, dwithin, dsystem)
     _launch_gradients(
         (call.per_chunk // call.group, 1, 1),
-        (call.q, call.k, call.rate, dout, *call.table, *of_chunks, dq, dk, dbeta, dg),
+        (call.q, call.k, call.rate, dout, *call.chunks.table, *of_chunks, dq, dk, dbeta, dg),
         strides(call.q, call.k, dout),
         (call.scale,),
         (*call.sizes, call.normalize, plan.key, plan.grad_block, CHUNK, plan.stages),
@@ -372,7 +372,7 @@ def _launch(
         (call.chunks.documents * call.segments * call.heads, cdiv(call.value, plan.state_block), 1),
         (
             *(system.q, system.k, system.written, dout, system.scales, system.inverse, system.within),
-            *(*call.bounds, dfinal, *by_chunk, dinitial, added),
+            *(*call.chunks.bounds, dfinal, *by_chunk, dinitial, added),
         ),
         strides(system.q, system.k, dout),
         (call.segments,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -146,16 +147,6 @@ class Call:
         """The first constants of most kernels."""
         return self.heads, self.group, self.key, self.value
 
-    @property
-    def table(self) -> tuple[Tensor, Tensor]:
-        """First token and length of each chunk."""
-        return self.chunks.start, self.chunks.length
-
-    @property
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """What gives each document's chunks."""
-        return self.chunks.cu_seqlens, self.chunks.first
-
     def by_chunk(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialized [chunks * V_heads, *shape], in the arguments' dtype unless another is named."""
         return self.k.new_empty((self.per_chunk, *shape), dtype=dtype)
@@ -165,9 +156,9 @@ class Call:
         return self.k.new_empty((self.chunks.documents * self.segments * self.heads, *shape), dtype=torch.float32)
 
 
-def prepare(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, normalize: bool
-) -> Call:
+def prepare(inputs: Sequence[Tensor], cu_seqlens: Tensor | None, normalize: bool) -> Call:
+    """`inputs` are query, key, value, g and beta."""
+    query, key, value, g, beta = inputs
     batch, length = value.shape[:2]
     plan = plan_for(key.shape[3], value.shape[3], key.element_size())
     chunks = chunk_table(cu_seqlens, batch, length, value.device, CHUNK)

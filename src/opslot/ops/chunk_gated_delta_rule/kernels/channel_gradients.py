@@ -252,7 +252,7 @@ def write_channel_gradients(
     dwithin, dsystem = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
     _launch_pairs(
         (call.per_chunk, 1, 1),
-        (dout, *call.table, found.residual, dv, dwithin, dsystem),
+        (dout, *call.chunks.table, found.residual, dv, dwithin, dsystem),
         strides(dout),
         (),
         (call.heads, call.value, plan.value_block, CHUNK),
@@ -269,7 +269,7 @@ def write_channel_gradients(
                 call.k,
                 call.rate,
                 dout,
-                *call.table,
+                *call.chunks.table,
                 system.cumulated,
                 system.norms,
                 found.states,

@@ -214,7 +214,7 @@ def solve_channels(call: Call) -> ChannelSystem:
     _launch_decays(
         (call.per_chunk, 1, 1),
         (
-            *(call.q, call.k, call.log_decay, call.rate, *call.table),
+            *(call.q, call.k, call.log_decay, call.rate, *call.chunks.table),
             *(cumulated, norms, fade, asking, reading, writing),
         ),
         strides(call.q, call.k, call.log_decay),
@@ -224,7 +224,7 @@ def solve_channels(call: Call) -> ChannelSystem:
     )
     _launch_system(
         (call.per_chunk, 1, 1),
-        (call.q, call.k, call.rate, *call.table, cumulated, norms, inverse, within),
+        (call.q, call.k, call.rate, *call.chunks.table, cumulated, norms, inverse, within),
         strides(call.q, call.k),
         (),
         (call.heads, call.group, call.key, plan.key_block, CHUNK, inverse_precision(call)),

@@ -217,7 +217,7 @@ def _launch(
         (call.chunks.documents * call.segments * call.heads, columns, 1),
         (
             *(system.q, system.k, system.written, call.v, system.scales, system.inverse, system.within),
-            *(*call.bounds, initial, *by_chunk, final, *linear),
+            *(*call.chunks.bounds, initial, *by_chunk, final, *linear),
         ),
         strides(system.q, system.k, call.v),
         (call.segments,),

@@ -149,7 +149,7 @@ def solve(call: Call) -> System:
     inverse, within = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
     _launch_system(
         (call.per_chunk, 1, 1),
-        (call.q, call.k, call.log_decay, call.rate, *call.table, scales, inverse, within),
+        (call.q, call.k, call.log_decay, call.rate, *call.chunks.table, scales, inverse, within),
         strides(call.q, call.k),
         (call.scale,),
         (call.heads, call.group, call.key, call.normalize, call.plan.key_block, CHUNK, inverse_precision(call)),

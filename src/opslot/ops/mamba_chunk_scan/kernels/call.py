@@ -126,11 +126,6 @@ class Call:
         return self.heads, self.group, self.head, self.state
 
     @property
-    def table(self) -> tuple[Tensor, Tensor]:
-        """First token and length of each chunk."""
-        return self.chunks.start, self.chunks.length
-
-    @property
     def parts(self) -> int:
         """In how many parts to split the heads of a group where B's and C's gradients are summed over them."""
         programs = self.chunks.count * self.groups * cdiv(self.state, self.plan.shared)

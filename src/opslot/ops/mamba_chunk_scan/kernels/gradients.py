@@ -239,7 +239,7 @@ def write_gradients(
         (call.per_chunk, 1, 1),
         (
             *(call.x, call.B, call.C, dout, call.dt, call.A, call.D, call.dt_bias),
-            *(*call.table, *steps, states, dstates, dx, ddt, sums),
+            *(*call.chunks.table, *steps, states, dstates, dx, ddt, sums),
         ),
         (*strides(call.x, call.B, call.C, dout), call.dt.stride(0)),
         call.limit,
@@ -275,7 +275,7 @@ def _write_group_gradient(
     target = grad if parts == 1 else grad.new_empty((parts, *grad.shape), dtype=torch.float32)
     _launch_groups(
         (call.chunks.count * call.groups * parts, cdiv(call.state, plan.shared), 1),
-        (left, right, other, *call.table, *steps, states, target),
+        (left, right, other, *call.chunks.table, *steps, states, target),
         (*strides(left, right, other), grad.numel()),
         (),
         (*call.sizes, writes, parts, plan.head, plan.shared, plan.chunk, plan.stages),

@@ -78,7 +78,7 @@ def write_output(call: Call, steps: tuple[Tensor, Tensor], states: Tensor, out: 
     plan = call.plan
     _launch_outputs(
         (call.per_chunk, 1, 1),
-        (call.x, call.B, call.C, call.D, *call.table, *steps, states, out),
+        (call.x, call.B, call.C, call.D, *call.chunks.table, *steps, states, out),
         strides(call.x, call.B, call.C),
         (),
         (*call.sizes, call.D is not None, plan.head, plan.read, plan.chunk),

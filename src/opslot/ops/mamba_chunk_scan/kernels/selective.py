@@ -113,11 +113,6 @@ class SelectiveCall:
         return self.chunks.count * self.B.shape[1] * self.blocks, 1, 1
 
     @property
-    def table(self) -> tuple[Tensor, Tensor]:
-        """First token and length of each chunk."""
-        return self.chunks.start, self.chunks.length
-
-    @property
     def strides(self) -> tuple[int, ...]:
         return self.x.stride(0), self.dt.stride(0), *self.B.stride(), *self.C.stride()
 
@@ -418,7 +413,7 @@ def walk(call: SelectiveCall, x: Tensor, given: Tensor | None, end: Tensor | Non
     states, total = call.by_chunk(call.state), call.by_chunk()
     _launch_added(
         call.grid,
-        (x, call.dt, call.A, call.B, call.C, call.dt_bias, *call.table, states, total),
+        (x, call.dt, call.A, call.B, call.C, call.dt_bias, *call.chunks.table, states, total),
         (),
         (x.stride(0), *call.strides[1:], *call.limit),
         (*call.sizes, backward),
@@ -427,7 +422,7 @@ def walk(call: SelectiveCall, x: Tensor, given: Tensor | None, end: Tensor | Non
     _launch_walk(
         (call.chunks.documents, cdiv(call.state * call.channels, plan.walked), 1),
         (
-            *(call.A, total, call.chunks.cu_seqlens, call.chunks.first),
+            *(call.A, total, *call.chunks.bounds),
             *(None if given is None else given.contiguous(), states, end),
         ),
         (),
@@ -451,7 +446,7 @@ def write_output(call: SelectiveCall, states: Tensor, out: Tensor) -> None:
     """Fill `out` [B, S, channels, 1]."""
     _launch_outputs(
         call.grid,
-        (call.x, call.dt, call.A, call.B, call.C, call.D, call.dt_bias, *call.table, states, out),
+        (call.x, call.dt, call.A, call.B, call.C, call.D, call.dt_bias, *call.chunks.table, states, out),
         (),
         (call.channels, *call.strides, *call.limit),
         (*call.sizes, call.D is not None),

@@ -182,7 +182,7 @@ def write_gradients(
     _launch_gradients(
         call.grid,
         (
-            *(call.x, call.dt, call.A, call.B, call.C, call.D, call.dt_bias, dout, *call.table),
+            *(call.x, call.dt, call.A, call.B, call.C, call.D, call.dt_bias, dout, *call.chunks.table),
             *(states, dstates, dx, ddt, *parts, sums),
         ),
         (),

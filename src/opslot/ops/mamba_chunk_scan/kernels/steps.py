@@ -72,7 +72,7 @@ def cumulate(call: Call) -> tuple[Tensor, Tensor]:
     step, cumulated = (call.by_chunk(call.plan.chunk, dtype=torch.float32) for _ in range(2))
     _launch_steps(
         (call.chunks.count, cdiv(call.heads, _HEADS), 1),
-        (call.dt, call.A, call.dt_bias, *call.table, step, cumulated),
+        (call.dt, call.A, call.dt_bias, *call.chunks.table, step, cumulated),
         (call.dt.stride(0),),
         call.limit,
         (call.heads, call.softplus, call.dt_bias is not None, _HEADS, call.plan.chunk),

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
+from opslot.ops._common.arguments import adjacent
 
 # Maximum elements of a tile of one half of the heads; more heads need several programs per token.
 _TILE = 4096
@@ -290,10 +291,6 @@ def _arguments(
 _NO_STRIDES: tuple[tuple[int, ...], ...] = ((0, 0, 0, 0), (0, 0, 0, 0))
 
 
-def _adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def launch_rotation(
     outputs: tuple[Tensor, Tensor | None],
     q: Tensor,
@@ -314,7 +311,7 @@ def launch_rotation(
     q_out, k_out = outputs
     if q.numel() == 0:
         return
-    q, k = _adjacent(q), None if k is None else _adjacent(k)
+    q, k = adjacent(q), None if k is None else adjacent(k)
     interleaved = (interleaved_out, interleaved_in) if inverse else (interleaved_in, interleaved_out)
     if not cos.stride(-1) == sin.stride(-1) in (1, 2):
         cos, sin = cos.contiguous(), sin.contiguous()
