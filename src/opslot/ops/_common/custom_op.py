@@ -87,15 +87,15 @@ def _dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
     return dispatched
 
 
-def launched(allocate: Callable[..., Any], launch: Callable[..., None]) -> Callable[..., Any]:
-    """A function that returns the outputs of `allocate(*arguments)`, filled by `launch(outputs, *arguments)`."""
+def launch_op(schema: str, allocate: Callable[..., Any], launch: Callable[..., None]) -> Callable[..., Any]:
+    """`custom_op` that returns the outputs of `allocate(*arguments)`, filled by `launch(outputs, *arguments)`."""
 
     def function(*args: Any) -> Any:
         outputs = allocate(*args)
         launch(outputs, *args)
         return outputs
 
-    return function
+    return custom_op(schema, function, allocate)
 
 
 def empty_gradients(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -154,7 +154,7 @@ def differentiable_op(
         gradients = empty_gradients(arguments, args[-count:] if count > 1 else (True,))
         return gradients if count > 1 else gradients[0]
 
-    run = custom_op(schema, launched(allocate, launch), allocate)
+    run = launch_op(schema, allocate, launch)
     backward_arguments = [
         *(f"Tensor{'?' if several else ''} dout{i}" for i in range(outputs)),
         *kept_tensors,
@@ -162,11 +162,10 @@ def differentiable_op(
         *(f"bool need_{argument.split()[1]}" for argument in tensor_arguments[:count] if count > 1),
     ]
     returns = f"({', '.join(['Tensor'] * count)})" if count > 1 else "Tensor"
-    allocate_gradients = allocate_gradients or like_arguments
-    run_backward = custom_op(
+    run_backward = launch_op(
         f"{name}_backward({', '.join(backward_arguments)}) -> {returns}",
-        launched(allocate_gradients, launch_backward),
-        allocate_gradients,
+        allocate_gradients or like_arguments,
+        launch_backward,
     )
     no_gradients = (None,) * (tensors - count + len(others))
 

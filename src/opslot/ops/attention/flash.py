@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.documents import check_cu_seqlens, longest_document
 from opslot.ops.attention.head_sizes import resize_heads
-from opslot.ops.attention.reference import causal_of, reject_options
+from opslot.ops.attention.reference import causal_of, document_bounds, reject_options
 from opslot.ops.attention.widths import padded_widths
 
 # version -> module with flash_attn_func and flash_attn_varlen_func
@@ -49,9 +48,7 @@ def make_flash(version: int) -> Callable[..., Any]:
             return out[0] if isinstance(out, tuple) else out
 
         if kwargs.get("cu_seq_lens_q") is not None:
-            out = _packed(
-                f"attn_implementation='flash_attention_{version}'", functools.partial(run, varlen), q, k, v, kwargs
-            )
+            out = _packed(f"flash_attention_{version}", functools.partial(run, varlen), q, k, v, kwargs)
         elif attention_mask is not None:
             out = _padded(functools.partial(run, varlen), q, k, v, attention_mask)
         else:
@@ -119,18 +116,9 @@ def _sunk(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _packed(name: str, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    cu_q = kwargs["cu_seq_lens_q"]
-    cu_k = kwargs.get("cu_seq_lens_k")
-    cu_k = cu_q if cu_k is None else cu_k
-    longest = {}
-    for side, cu, x in (("q", cu_q, q), ("k", cu_k, k)):
-        longest_given = kwargs.get(f"max_length_{side}")
-        if longest_given is not None:
-            longest_given = longest_document(cu, longest_given)
-        check_cu_seqlens(name, f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[1], longest_given)
-        longest[f"max_seqlen_{side}"] = longest_document(cu, longest_given)
+    cu_q, cu_k, longest_q, longest_k = document_bounds(name, q.shape[:2], k.shape[:2], kwargs)
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    out = run(*flat, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **longest)
+    out = run(*flat, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k)
     return out.view(*q.shape[:2], *out.shape[1:])
 
 

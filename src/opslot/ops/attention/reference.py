@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.documents import check_cu_seqlens, longest_document
 
 
 def reference(
@@ -95,6 +96,26 @@ def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, 
     token = torch.arange(batch * length, device=query.device)
     document = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True).view(batch, 1, length)
     return mask & (document[..., :, None] == document[..., None, :])
+
+
+def document_bounds(
+    name: str, queries: Sequence[int], keys: Sequence[int], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, int, int]:
+    """cu_seqlens of queries and of keys, checked, and the tokens of the longest document of each.
+
+    Args:
+        name: the kernel's.
+        queries, keys: their rows, and tokens of a row.
+    """
+    cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
+    bounds, longest = (cu_q, cu_q if cu_k is None else cu_k), []
+    for side, cu_seqlens, (rows, length) in zip("qk", bounds, (queries, keys), strict=True):
+        given = kwargs.get(f"max_length_{side}")
+        if given is not None:
+            given = longest_document(cu_seqlens, given)
+        check_cu_seqlens(f"attn_implementation={name!r}", f"cu_seq_lens_{side}", cu_seqlens, rows, length, given)
+        longest.append(longest_document(cu_seqlens, given))
+    return *bounds, longest[0], longest[1]
 
 
 # Options that change the result, and the kernels that support them. Other kernels must reject them.

@@ -19,9 +19,8 @@ from transformers.masking_utils import sdpa_mask
 
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
-from opslot.ops._common.documents import check_cu_seqlens, longest_document
 from opslot.ops.attention.head_sizes import resize_heads
-from opslot.ops.attention.reference import causal_of, reject_options, visible, window_of
+from opslot.ops.attention.reference import causal_of, document_bounds, reject_options, visible, window_of
 
 # Without math, which computes the full score matrix and is an order of magnitude slower at training lengths.
 _FUSED = {
@@ -224,20 +223,11 @@ def _varlen(
 
 
 def _bounds(name: str, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
-    cu_q = kwargs.get("cu_seq_lens_q")
-    if cu_q is None:
+    if kwargs.get("cu_seq_lens_q") is None:
         rows = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
         return rows * query.shape[2], rows * key.shape[2], query.shape[2], key.shape[2]
-    cu_k = kwargs.get("cu_seq_lens_k")
-    cu_k = cu_q if cu_k is None else cu_k
-    longest = []
-    for side, cu, x in (("q", cu_q, query), ("k", cu_k, key)):
-        given = kwargs.get(f"max_length_{side}")
-        if given is not None:
-            given = longest_document(cu, given)
-        check_cu_seqlens(f"attn_implementation={name!r}", f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[2], given)
-        longest.append(longest_document(cu, given))
-    return cu_q.to(torch.int32), cu_k.to(torch.int32), longest[0], longest[1]
+    cu_q, cu_k, longest_q, longest_k = document_bounds(name, query.shape[::2], key.shape[::2], kwargs)
+    return cu_q.to(torch.int32), cu_k.to(torch.int32), longest_q, longest_k
 
 
 def _documents_loop(

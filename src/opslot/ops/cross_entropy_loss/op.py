@@ -8,7 +8,7 @@ softmax and loss in float32 (float64 for float64 inputs). Label smoothing is Sze
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from opslot.ops.cross_entropy_loss.cases import CAUSAL_CASES, CLASSIFICATION_CASES, TOKEN_CASES, benchmark_case
 from opslot.ops.cross_entropy_loss.heads import can_serve
 from opslot.ops.cross_entropy_loss.low_rank import linear_of, low_rank_problem
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def causal(
@@ -186,48 +186,31 @@ def _token_cost(arguments: Mapping[str, Any]) -> Cost:
     return _cost(arguments, matmuls=4)
 
 
-_DIFFERENTIABLE = ("hidden_states", "weight", "bias")
+def _variant(
+    reference: Callable[..., Any], cases: list[InputCase], description: str, cost: Callable[..., Cost] = _cost
+) -> OpVariant:
+    return OpVariant(
+        reference.__name__,
+        reference,
+        cases,
+        ("hidden_states", "weight", "bias"),
+        cost,
+        _head_problem,
+        static_shape=_static_shape,
+        benchmark_case=benchmark_case,
+        description=description,
+    )
+
+
+_VARIANTS = (
+    _variant(causal, CAUSAL_CASES, "next-token loss, shifted inside"),
+    _variant(sequence_classification, CLASSIFICATION_CASES, "labels in place"),
+    _variant(token_log_probs, TOKEN_CASES, "log-probability and entropy per token", _token_cost),
+)
 
 OP = OpSpec(
     name="cross_entropy_loss",
     description="linear head and cross entropy",
     can_serve=can_serve,
-    variants={
-        v.name: v
-        for v in (
-            OpVariant(
-                "causal",
-                causal,
-                CAUSAL_CASES,
-                _DIFFERENTIABLE,
-                _cost,
-                _head_problem,
-                static_shape=_static_shape,
-                benchmark_case=benchmark_case,
-                description="next-token loss, shifted inside",
-            ),
-            OpVariant(
-                "sequence_classification",
-                sequence_classification,
-                CLASSIFICATION_CASES,
-                _DIFFERENTIABLE,
-                _cost,
-                _head_problem,
-                static_shape=_static_shape,
-                benchmark_case=benchmark_case,
-                description="labels in place",
-            ),
-            OpVariant(
-                "token_log_probs",
-                token_log_probs,
-                TOKEN_CASES,
-                _DIFFERENTIABLE,
-                _token_cost,
-                _head_problem,
-                static_shape=_static_shape,
-                benchmark_case=benchmark_case,
-                description="log-probability and entropy per token",
-            ),
-        )
-    },
+    variants={variant.name: variant for variant in _VARIANTS},
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.arguments import adjacent, reject
-from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
+from opslot.ops._common.custom_op import launch_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
 _LABEL = "expand_kv_implementation='triton'"
@@ -160,9 +160,7 @@ def _expand(key: Tensor, kv: Tensor, k_rot: Tensor, nope: int) -> None:
     _launch(grid, (kv, k_rot, key), (), (*strides, tokens, heads), constants, warps)
 
 
-_expand_op = custom_op(
-    "expand_kv(Tensor kv, Tensor k_rot, int nope) -> Tensor", launched(_allocate, _expand), _allocate
-)
+_expand_op = launch_op("expand_kv(Tensor kv, Tensor k_rot, int nope) -> Tensor", _allocate, _expand)
 
 
 def _allocate_gradients(
@@ -188,11 +186,11 @@ def _gradients(gradients: tuple[Tensor, Tensor], dkey: Tensor, dvalue: Tensor, n
     _launch_gradient(grid, (dkey, dvalue, dkv, drot), (), (*strides, tokens, heads), constants, warps)
 
 
-_gradient_op = custom_op(
+_gradient_op = launch_op(
     "expand_kv_backward(Tensor dkey, Tensor dvalue, int nope, ScalarType kv_dtype, ScalarType k_rot_dtype)"
     " -> (Tensor, Tensor)",
-    launched(_allocate_gradients, _gradients),
     _allocate_gradients,
+    _gradients,
 )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import custom_op, differentiable_op, launched, once_differentiable
+from opslot.ops._common.custom_op import differentiable_op, empty_gradients, launch_op, once_differentiable
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
@@ -282,20 +282,10 @@ def _fused_add_forward(
 
 
 def _allocate_fused_add_gradients(
-    dout: Tensor,
-    dsum: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    eps: float,
-    weight_offset: bool,
-    need_sum: bool,
-    need_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
+    dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor | None, ...]:
     """The gradients of the sum, which both terms share, and of the weight."""
-    return (
-        _dense(total, total.dtype) if need_sum else None,
-        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None,
-    )
+    return empty_gradients((total, weight), rest[-2:])
 
 
 def _fused_add_backward(
@@ -304,17 +294,17 @@ def _fused_add_backward(
     _run_backward((*gradients, None), dout, total, weight, None, *rest, dsum=dsum)
 
 
-_fused_add_op = custom_op(
+_fused_add_op = launch_op(
     "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool weight_offset,"
     " bool cast_after_weight) -> (Tensor, Tensor)",
-    launched(_allocate_fused_add, _fused_add_forward),
     _allocate_fused_add,
+    _fused_add_forward,
 )
-_fused_add_backward_op = custom_op(
+_fused_add_backward_op = launch_op(
     "fused_add_rms_norm_backward(Tensor dout, Tensor? dsum, Tensor total, Tensor weight, float eps,"
     " bool weight_offset, bool need_x, bool need_weight) -> (Tensor, Tensor)",
-    launched(_allocate_fused_add_gradients, _fused_add_backward),
     _allocate_fused_add_gradients,
+    _fused_add_backward,
 )
 
 

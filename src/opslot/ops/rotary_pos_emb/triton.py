@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
+from opslot.ops._common.custom_op import launch_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.rotary_pos_emb.kernels.rotate import launch_rotation
 from opslot.ops.rotary_pos_emb.op import merge_sections
@@ -29,11 +29,11 @@ def _allocate(
     return _empty_like(q, dtype), None if k is None else _empty_like(k, dtype)
 
 
-_rotary = custom_op(
+_rotary = launch_op(
     "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, int rotary, bool interleaved_in,"
     " bool interleaved_out, bool last, bool inverse) -> (Tensor, Tensor)",
-    launched(_allocate, launch_rotation),
     _allocate,
+    launch_rotation,
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
+from opslot.ops._common.custom_op import launch_op, once_differentiable
 from opslot.ops._common.kernels.heads import stack_heads
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
@@ -21,7 +21,7 @@ def standard(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         reject(_LABEL, "qkv", unsupported_dtype(qkv.dtype), "use eager")
     if qkv.dim() not in (4, 5) or qkv.shape[-3] != 3:
         reject(_LABEL, "qkv", f"its shape is {tuple(qkv.shape)}, not [(B,) S, 3, heads, D]", "use eager")
-    return _UnbindQkv.apply(qkv)
+    return _UnbindQkv.apply(qkv, None)
 
 
 def sliced(qkv: Tensor, query_end: int, key_end: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +31,7 @@ def sliced(qkv: Tensor, query_end: int, key_end: int, head_dim: int) -> tuple[Te
     if qkv.dim() not in (2, 3) or not 0 < query_end < key_end < qkv.shape[-1]:
         reject(_LABEL, "qkv", f"its shape is {tuple(qkv.shape)}, not [(B,) S, channels of q, k and v]", "use eager")
     widths = (query_end, key_end - query_end, qkv.shape[-1] - key_end)
-    return _SplitQkv.apply(qkv.unflatten(-1, (-1, head_dim)), [width // head_dim for width in widths])
+    return _UnbindQkv.apply(qkv.unflatten(-1, (-1, head_dim)), [width // head_dim for width in widths])
 
 
 def _allocate(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
@@ -43,26 +43,19 @@ def _gather(out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     stack_heads((dq, dk, dv), out)
 
 
-_stack = custom_op("stack_heads(Tensor dq, Tensor dk, Tensor dv) -> Tensor", launched(_allocate, _gather), _allocate)
+_stack = launch_op("stack_heads(Tensor dq, Tensor dk, Tensor dv) -> Tensor", _allocate, _gather)
 
 
 class _UnbindQkv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
-        return qkv.unbind(-3)
+    """Of [..., 3, heads, D]; with numbers of `heads`, of [..., sum of heads, D]."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *douts: Tensor) -> Tensor:
-        return _stack(*douts).unflatten(-2, (3, -1))
-
-
-class _SplitQkv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, heads: list[int]) -> tuple[Tensor, ...]:
-        return qkv.split(heads, -2)
+    def forward(ctx: Any, qkv: Tensor, heads: list[int] | None) -> tuple[Tensor, ...]:
+        ctx.stacked = heads is None
+        return qkv.unbind(-3) if heads is None else qkv.split(heads, -2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, None]:
-        return _stack(*douts), None
+        dqkv = _stack(*douts)
+        return dqkv.unflatten(-2, (3, -1)) if ctx.stacked else dqkv, None
