@@ -1,7 +1,7 @@
 """Every op that opslot ships: importing this package registers them, and imports no kernel vendor.
 
 An op is a folder: `op.py` holds its contract, reference, input cases and costs, `__init__.py` registers it with its
-kernels, and each implementation has a file of its own that is imported when first used. A new folder is found.
+kernels, and each implementation has a separate file that is imported when first used. A new folder is found.
 """
 
 import importlib

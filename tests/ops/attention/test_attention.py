@@ -388,8 +388,8 @@ def test_flash_bidirectional_window_covers_both_sides(flash):
     [
         (2, {"s_aux": torch.zeros(4)}, "'flash_attention_2' has no s_aux"),
         (3, {"s_aux": torch.zeros(4)}, "'flash_attention_3' has no s_aux"),
-        (3, {"dropout": 0.1}, "flash_attention_3 has no dropout"),
-        (4, {"dropout": 0.1}, "flash_attention_4 has no dropout"),
+        (3, {"dropout": 0.1}, "flash_attention_3' has no dropout"),
+        (4, {"dropout": 0.1}, "flash_attention_4' has no dropout"),
         (4, {"position_bias": torch.zeros(1)}, "'flash_attention_4' has no position_bias"),
     ],
 )
@@ -399,7 +399,7 @@ def test_flash_unsupported_options_raise(flash, version, options, message):
 
 
 def test_flash_fp32_raises(flash):
-    with pytest.raises(KernelError, match=r"requires float16 or bfloat16, query is torch.float32"):
+    with pytest.raises(KernelError, match=r"requires float16 or bfloat16\n  found: query is torch.float32"):
         flash[1](4)(Attention(), *tensors(), None)
 
 

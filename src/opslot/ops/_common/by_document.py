@@ -1,7 +1,7 @@
 """Modules that mix tokens and take no boundaries of documents: one call for each document of a packed sequence.
 
 Discovery puts `by_document` around the forward of the modules of a decoder layer in which tokens may see each other
-without a kernel that knows documents. Each call gets the part of every argument that belongs to the document.
+without a kernel that takes cu_seqlens. Each call gets the part of every argument that belongs to the document.
 """
 
 from __future__ import annotations

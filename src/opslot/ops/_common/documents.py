@@ -62,9 +62,9 @@ def check_cu_seqlens(
 
 
 def longest_document(cu_seqlens: Tensor, given: int | Tensor | None = None) -> int:
-    """Tokens of the longest document: `given`, else from cu_seqlens, without a synchronization if the host knows them.
+    """Tokens of the longest document: `given`, else from cu_seqlens, without a synchronization if the host has them.
 
-    A tensor `given` is not read where the host knows cu_seqlens.
+    A tensor `given` is not read where the host has cu_seqlens.
     """
     known = host_values(cu_seqlens)
     if given is None or (isinstance(given, Tensor) and known is not cu_seqlens):

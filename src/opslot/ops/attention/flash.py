@@ -69,8 +69,9 @@ def _options(
 ) -> dict[str, Any]:
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise KernelError(
-            f"attn_implementation='flash_attention_{version}' requires float16 or bfloat16, query is {query.dtype}; "
-            "load the model in bfloat16, use autocast, or choose sdpa"
+            f"attn_implementation='flash_attention_{version}' requires float16 or bfloat16",
+            found=f"query is {query.dtype}",
+            hint="load the model in bfloat16, use autocast, or use sdpa",
         )
     served = ("softcap", "s_aux") if version == 4 else ("softcap",)
     reject_options(f"flash_attention_{version}", kwargs, served)
@@ -88,7 +89,8 @@ def _options(
     if dropout:
         if version != 2:
             raise KernelError(
-                f"flash_attention_{version} has no dropout; set attention_dropout to 0 or use flash_attention_2"
+                f"attn_implementation='flash_attention_{version}' has no dropout",
+                hint="set attention_dropout to 0, or use flash_attention_2",
             )
         options["dropout_p"] = dropout
     return options

@@ -21,7 +21,7 @@ OP = "attention"
 _PLAIN = "softmax(scale q k + mask) v"
 
 # Eager functions that compute what the interface's other implementations do, up to rounding. `variant` is replaced by
-# what the class says; `args` are the options that the function reads.
+# that of the class; `args` are the options that the function reads.
 EAGER = {
     row.hash: row
     for row in (
@@ -179,7 +179,7 @@ def _eager_function(module: ModuleView, forward: str) -> str:
 
 
 def _variant(module: ModuleView, name: str) -> str:
-    """ "bidirectional" for a class that is never causal; whether another one is causal, its instances say."""
+    """ "bidirectional" for a class that is never causal; of another one, instances have an attribute for it."""
     calls = module.calls(f"{name}.forward", "attention_interface")
     given = [_argument(call, "is_causal") for call in calls]
     if calls and all(_is_false(value) for value in given):
@@ -218,7 +218,7 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
 
 
 def _cross_calls(module: ModuleView, forward: str) -> tuple[str, Counter[str]] | None:
-    """When a method attends to the states in a parameter instead of its own, and its calls; None if that is unknown."""
+    """The condition under which a method attends to the states in a parameter, and its calls; None if unknown."""
     definition = module.upstream.find(forward)
     given = sorted(OTHER_STATES & {*module.parameters(forward)})
     # The first concatenates keys of its own and other states; the second may not be given the other states.

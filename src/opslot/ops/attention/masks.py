@@ -1,7 +1,7 @@
 """Masks without a tensor of every query and key: what Transformers' mask functions hide, as documents and chunks.
 
-Transformers asks the attention implementation for each mask and passes a function of (batch, head, query, key). Those
-of its own mask functions are read here: a window reaches the kernel as `sliding_window`, packed documents and padding
+Transformers calls the implementation's mask function with a function of (batch, head, query, key). Those that
+Transformers defines are read here: a window reaches the kernel as `sliding_window`, packed documents and padding
 as `cu_seq_lens_q`, computed once a step. Other masks are computed by the kernel's own mask function.
 """
 

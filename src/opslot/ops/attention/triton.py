@@ -133,7 +133,7 @@ def _check(
 def _padded(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: tuple[Any, ...]
 ) -> Tensor:
-    """Move padding to the end of each row, where it is a document of its own; its outputs are zero."""
+    """Move padding to the end of each row, where it is a separate document; its outputs are zero."""
     k_mask = mask[:, -k.shape[1] :].bool()
     q_mask = k_mask[:, -q.shape[1] :]
     q_order, cu_q = _order(q_mask)

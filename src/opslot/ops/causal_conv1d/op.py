@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot._base.errors import KernelError
+from opslot.ops._common.arguments import reject
 from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_hooks, separate_documents
 from opslot.ops.causal_conv1d.cases import CASES
 from opslot.slots import Cost, OpSpec, OpVariant
@@ -33,7 +33,7 @@ def reference(
     Returns [B, D, S] in the input's dtype.
     """
     if activation not in _ACTIVATIONS:
-        raise KernelError(f"causal_conv1d: unsupported activation {activation!r}; use None or 'silu'")
+        reject("causal_conv1d", "activation", f"{activation!r} is neither None nor 'silu'", "use one of these")
     if cu_seqlens is None:
         out = _convolve(hidden_states, weight, bias)
     else:

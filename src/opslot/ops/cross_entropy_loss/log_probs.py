@@ -88,7 +88,9 @@ def _checked(temperature: float | None) -> float:
         return 1.0
     if isinstance(temperature, int | float) and math.isfinite(temperature) and temperature > 0:
         return float(temperature)
-    raise ConfigError("temperature must be a positive number", found=f"temperature={temperature!r}")
+    raise ConfigError(
+        "temperature must be a positive number", found=f"temperature={temperature!r}", hint="pass a number above 0"
+    )
 
 
 @functools.cache

@@ -40,7 +40,7 @@ def _applies_to(module: nn.Module, config: Any) -> str | None:
 
 
 def _other_forward(module: Any) -> str | None:
-    """Why a module runs more than its class says, or None."""
+    """Why a module runs more than the forward of its class, or None."""
     forward = module.__dict__.get("forward")
     if forward is None or getattr(forward, "func", None) is _forward:
         return None

@@ -1,7 +1,7 @@
 """Linear layers and other multiplications by a module's own weight, such as a router's: contract and binding.
 
 Variants: `standard` is linear layers, `head` those whose precision decides: output heads, and modules such as routers
-that multiply by a weight of their own.
+that multiply by a separate weight.
 
 Off unless a kernel is named: `auto` leaves every module as it is. Where one is named, a linear layer calls the kernel
 instead of its forward, and another module that multiplies by its own matrices runs its forward with torch's matmuls

@@ -37,7 +37,7 @@ def _case(
             order = (randn((rows, experts), torch.float32, home, generator) + popularity).argsort(-1).argsort(-1)
             padded = experts + (8 if strided else 0)
             layer = torch.empty(rows, padded, dtype=dtype, device=device)[:, :experts]
-            # Rows of their own scale: the same values in every row would round the same way in every row.
+            # Each row has another scale: the same values in every row would round the same way in every row.
             sharpness = 1.0 + 0.2 * randn((rows, 1), torch.float32, home, generator).abs()
             logits.append(layer.copy_(steps[order] * sharpness))
         arguments: dict[str, Any] = {"gate_logits": tuple(logits), "num_experts": experts, "top_k": top_k}

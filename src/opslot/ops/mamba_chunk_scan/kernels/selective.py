@@ -6,7 +6,7 @@ the outputs from the states that arrive. In these, a tile has the tokens of a ch
 loop over the values of a state, so that a warp has all tokens of its channels and scans them in registers. No tensor
 has tokens, channels and values.
 
-Strides are not specialized on, so that the compiler does not know the alignment of channels: it would load several at a
+Strides are not specialized on, so that the compiler assumes no alignment of channels: it would load several at a
 time, and have the tokens of a channel in several threads.
 """
 
