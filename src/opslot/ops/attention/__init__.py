@@ -14,20 +14,14 @@ _HERE = "opslot.ops.attention"
 Supports = Callable[[KernelRequest], str | None]
 
 
-def _head_dim_to(limit: int) -> Supports:
-    def supports(request: KernelRequest) -> str | None:
-        widest = max((max(widths) for widths in options_of(request).widths), default=0)
-        return None if widest <= limit else f"supports head_dim up to {limit}, this model has {widest}"
-
-    return supports
+def _head_dim_to_256(request: KernelRequest) -> str | None:
+    widest = max((max(widths) for widths in options_of(request).widths), default=0)
+    return None if widest <= 256 else f"supports head_dim up to 256, this model has {widest}"
 
 
-def _head_dim_from(limit: int) -> Supports:
-    def supports(request: KernelRequest) -> str | None:
-        narrowest = min((min(widths) for widths in options_of(request).widths), default=limit)
-        return None if narrowest >= limit else f"supports head_dim from {limit}, this model has {narrowest}"
-
-    return supports
+def _head_dim_from_16(request: KernelRequest) -> str | None:
+    narrowest = min((min(widths) for widths in options_of(request).widths), default=16)
+    return None if narrowest >= 16 else f"supports head_dim from 16, this model has {narrowest}"
 
 
 def _head_dims_of_flash_4(request: KernelRequest) -> str | None:
@@ -175,18 +169,18 @@ def _specs(variant: str) -> tuple[KernelSpec, ...]:
             f"{_HERE}.sdpa:cudnn",
             HardwareRequirement("gpu", min_compute_capability=(9, 0)),
             dtypes=HALF_FLOATS,
-            supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to(256), _no_softcap, _no_sinks),
+            supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to_256, _no_softcap, _no_sinks),
             priority={H200: 70},
             description="cuDNN fused attention through torch SDPA",
         ),
         # The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
-        _flash(variant, 2, ("flash_attn_2_cuda",), HardwareRequirement("gpu", (8, 0)), _head_dim_to(256), _no_sinks),
+        _flash(variant, 2, ("flash_attn_2_cuda",), HardwareRequirement("gpu", (8, 0)), _head_dim_to_256, _no_sinks),
         _flash(
             variant,
             3,
             ("flash_attn_interface",),
             HardwareRequirement("gpu", (9, 0), (9, 0)),
-            _head_dim_to(256),
+            _head_dim_to_256,
             _no_sinks,
             _no_dropout,
         ),
@@ -204,7 +198,7 @@ def _specs(variant: str) -> tuple[KernelSpec, ...]:
             "attention",
             variant,
             function="attention",
-            supports=_all_of(_head_dim_to(256), _no_dropout),
+            supports=_all_of(_head_dim_to_256, _no_dropout),
             priority={H200: _triton_priority},
             description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
         ),
@@ -215,7 +209,7 @@ def _specs(variant: str) -> tuple[KernelSpec, ...]:
             name="batch_invariant",
             file="batch_invariant",
             function="attention",
-            supports=_all_of(_head_dim_to(256), _no_dropout),
+            supports=_all_of(_head_dim_to_256, _no_dropout),
             description="triton, with results that do not depend on the other documents",
         ),
         KernelSpec(
@@ -224,7 +218,7 @@ def _specs(variant: str) -> tuple[KernelSpec, ...]:
             variant,
             f"{_HERE}.flex:flex_attention",
             HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-            supports=_all_of(_allowed("_supports_flex_attn"), _head_dim_from(16), _no_sinks, _no_dropout),
+            supports=_all_of(_allowed("_supports_flex_attn"), _head_dim_from_16, _no_sinks, _no_dropout),
             description="torch FlexAttention with block masks",
         ),
     )

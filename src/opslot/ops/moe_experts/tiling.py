@@ -62,8 +62,8 @@ def _hopper(programs: int) -> GemmTiling:
     )
 
 
-def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> GemmTiling:
-    return GemmTiling(align, tiles, tiles, tiles, tiles, tiles, tiles, tma, programs)
+def _uniform(align: int, tiles: Tiles, programs: int) -> GemmTiling:
+    return GemmTiling(align, tiles, tiles, tiles, tiles, tiles, tiles, programs=programs)
 
 
 def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
@@ -71,15 +71,15 @@ def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
     down_proj = experts.down_proj
     capability = compute_capability(down_proj.device)
     if capability is None:
-        return _uniform(64, Tiles(64, 64, 64, 4, 1), tma=False, programs=3)
+        return _uniform(64, Tiles(64, 64, 64, 4, 1), programs=3)
     programs = sm_count(down_proj.device)
     if down_proj.element_size() > 2:
-        return _uniform(64, Tiles(64, 64, 32, 4, 2, per_sm=2), tma=False, programs=programs)
+        return _uniform(64, Tiles(64, 64, 32, 4, 2, per_sm=2), programs=programs)
     aligned = all(n % 8 == 0 for n in down_proj.shape[1:])
     if real:
         aligned = aligned and all(w.data_ptr() % 16 == 0 for w in (*experts.gate_up_weights, down_proj))
     if capability < (9, 0) or not aligned:
-        return _uniform(128, Tiles(128, 128, 32, 8, 3), tma=False, programs=programs)
+        return _uniform(128, Tiles(128, 128, 32, 8, 3), programs=programs)
     plan = _hopper(programs)
     if experts.biased or (experts.halves == 2 and not experts.transposed) or not experts.gated:
         return plan

@@ -70,13 +70,13 @@ def plan_for(head: int, state: int, element_bytes: int) -> ScanTiling:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Inputs of forward and backward.
+class ScanInputs:
+    """Inputs of forward and backward, of heads or of channels.
 
     Attributes:
-        x, B, C: tokens [T, heads or groups, width], T over all rows of the batch.
+        x, B, C: tokens, T over all rows of the batch.
         dt: [T, heads] with adjacent columns.
-        A, D, dt_bias: [heads].
+        D, dt_bias: [heads].
         softplus, limit: how `dt` becomes the step size.
     """
 
@@ -90,6 +90,12 @@ class Call:
     softplus: bool
     limit: tuple[float, float]
     chunks: Chunks
+
+
+@dataclass(frozen=True)
+class Call(ScanInputs):
+    """The inputs of Mamba-2: x, B and C [T, heads or groups, width], A [heads]."""
+
     plan: ScanTiling
 
     @property

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from opslot._base.jit import downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.kernels.chunks import Chunks, chunk_table
+from opslot.ops._common.kernels.chunks import chunk_table
 from opslot.ops._common.kernels.tiles import load_segment
+from opslot.ops.mamba_chunk_scan.kernels.call import ScanInputs
 from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -62,27 +63,11 @@ def plan_for() -> SelectiveTiling:
 
 
 @dataclass(frozen=True)
-class SelectiveCall:
-    """Inputs of forward and backward.
-
-    Attributes:
-        x, dt: [T, channels] with adjacent channels, T over all rows of the batch.
-        A: [channels, N].
-        B, C: [T, groups, N], with any strides.
-        D, dt_bias: [channels].
-        softplus, limit: how `dt` becomes the step size.
+class SelectiveCall(ScanInputs):
+    """The inputs of Mamba-1: x [T, channels] with adjacent channels, A [channels, N], and B and C [T, groups, N] with
+    any strides.
     """
 
-    x: Tensor
-    dt: Tensor
-    A: Tensor
-    B: Tensor
-    C: Tensor
-    D: Tensor | None
-    dt_bias: Tensor | None
-    softplus: bool
-    limit: tuple[float, float]
-    chunks: Chunks
     chunk: int
     plan: SelectiveTiling
 
