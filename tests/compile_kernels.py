@@ -5,7 +5,8 @@
 For each GPU, kernels run with its tiles, forward and backward, and their launches compile instead of running: the first
 input case of each variant, and those for benchmarks, whose tensors are on the meta device and take no memory (where
 they cannot be, all cases for checks). Sizes replace those of the variant's `benchmark_case`, such as head_dim=256.
-Prints one line per failed compilation or call, and the number of compiled kernels last.
+Prints one line per failed compilation or call, and per kernel with more shared memory than the GPU has, and the number
+of compiled kernels last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+# Bytes that a CTA may have.
+SHARED_MEMORY = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 TOKENS = 8192
+
+
+_ALIGNED = [["tt.divisibility", 16]]
 
 
 class Compiler:
@@ -32,40 +38,46 @@ class Compiler:
         self.failures: list[str] = []
 
     def run(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from triton.compiler import ASTSource
         from triton.runtime.jit import mangle_type
 
         values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
         options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
         signature: dict[str, Any] = {}
-        constants = {}
+        constants, aligned = {}, {}
         for position, parameter in enumerate(kernel.params):
             value = values.get(parameter.name, parameter.default)
-            if parameter.is_constexpr or value is None:
+            specialized = not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or (specialized and type(value) is int and value == 1):
                 signature[parameter.name] = "constexpr"
                 constants[position,] = value
             elif isinstance(value, tuple):
                 signature[parameter.name] = tuple(map(mangle_type, value))
+                aligned |= {(position, i): _ALIGNED for i in range(len(value))}
             else:
                 signature[parameter.name] = mangle_type(value)
-        form = f"sm_{self.capability[0]}{self.capability[1]} {kernel.fn.__name__} {signature} {constants} {options}"
+                # Tensors are aligned.
+                if isinstance(value, Tensor) or (specialized and type(value) is int and value % 16 == 0):
+                    aligned[position,] = _ALIGNED
+        name = f"sm_{self.capability[0]}{self.capability[1]} {kernel.fn.__name__}"
+        form = f"{name} {signature} {constants} {list(aligned)} {options}"
         if form not in self.forms:
             self.forms.add(form)
-            self.compile(kernel, signature, constants, options, form)
+            self.compile(kernel, ASTSource(kernel, signature, constants, aligned), options, form)
 
-    def compile(
-        self, kernel: Any, signature: dict[str, Any], constants: dict[Any, Any], options: dict[str, Any], form: str
-    ) -> Any:
+    def compile(self, kernel: Any, source: Any, options: dict[str, Any], form: str) -> Any:
         import triton
         from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
 
         major, minor = self.capability
-        source = ASTSource(kernel, signature, constexprs=constants, attrs={})
         try:
-            return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=dict(options))
+            found = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=dict(options))
         except Exception as error:
             self.failures.append(f"{type(error).__name__}: {str(error)[-300:]} in {form}")
             return None
+        if found.metadata.shared > SHARED_MEMORY[self.capability]:
+            self.failures.append(f"{found.metadata.shared} bytes of shared memory in {form}")
+        return found
 
 
 class DrawnOnDevice(Exception):
@@ -107,7 +119,7 @@ def prepare(compiler: Compiler) -> None:
     torch.is_autocast_enabled = lambda *device: False
 
 
-def calls(variant: Any, dtype: torch.dtype, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def calls(op: str, variant: Any, dtype: torch.dtype, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """The arguments of the calls to compile."""
     generator = torch.Generator().manual_seed(0)
     if sizes:
@@ -115,12 +127,28 @@ def calls(variant: Any, dtype: torch.dtype, sizes: Mapping[str, int]) -> Iterato
         yield variant.benchmark_case({**shape, **sizes}, TOKENS).make(dtype, torch.device("meta"), generator)
         return
     checks = [case for case in variant.cases if case.role == "check"]
+    widest = widest_case(op, variant.name)
     try:
         large = [case.make(dtype, torch.device("meta"), generator) for case in variant.cases if case.role == "bench"]
     except DrawnOnDevice:
         large = [case.make(dtype, torch.device("cpu"), generator) for case in checks[1:]]
     yield checks[0].make(dtype, torch.device("cpu"), generator)
     yield from large
+    if widest is not None:
+        yield widest.make(dtype, torch.device("meta"), generator)
+
+
+def widest_case(op: str, variant: str) -> Any:
+    """The widest heads of an op whose other cases are narrower, or None."""
+    if op == "chunk_gated_delta_rule":
+        from opslot.ops.chunk_gated_delta_rule.cases import _case as delta_rule
+
+        return delta_rule("widest", (1, 128, 2, 4, 256, 256), per_channel=variant == "per_channel")
+    if op == "mamba_chunk_scan" and variant == "standard":
+        from opslot.ops.mamba_chunk_scan.cases import _case as scan
+
+        return scan("widest", (1, 128, 2, 128, 1, 256))
+    return None
 
 
 def run(kernel: Any, variant: Any, arguments: dict[str, Any]) -> None:
@@ -147,7 +175,7 @@ def compile_op(name: str, sizes: Mapping[str, int]) -> Compiler:
         for spec, kernel in kernels:
             variant = KERNEL_REGISTRY.op(name).variant(spec.variant)
             for dtype in (torch.bfloat16, torch.float32):
-                for arguments in calls(variant, dtype, sizes):
+                for arguments in calls(name, variant, dtype, sizes):
                     try:
                         run(kernel, variant, arguments)
                     except Exception as error:

@@ -1,11 +1,6 @@
 """chunk_gated_delta_rule: the chunked reference equals the token-by-token recurrence, and documents are independent."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -400,69 +395,6 @@ def test_triton_errors_name_kernel_and_argument(change, argument):
     given = inputs(8, dtype=torch.float32) | change
     with pytest.raises(KernelError, match=f"chunk_gated_delta_rule_implementation='triton' cannot take {argument}"):
         load_triton(given["g"])(**given)
-
-
-COMPILE = """
-    import json
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from opslot.ops.chunk_gated_delta_rule.kernels import backward, channel_gradients, channels, forward
-    from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, plan_for
-
-    FLOATS = {"scales_ptr", "cumulated_ptr", "norms_ptr", "fade_ptr", "dq_ptr", "dk_ptr", "dbeta_ptr", "g_ptr"}
-    INDICES = {"start_ptr", "length_ptr", "first_chunk_ptr", "cu_seqlens_ptr"}
-
-    def kind(name):
-        if name.endswith("_ptr"):
-            return "*fp32" if name in FLOATS else "*i32" if name in INDICES else "*bf16"
-        return "fp32" if name == "scale" else "i32"
-
-    def shared_memory(kernel, warps, constants):
-        names = kernel.arg_names
-        given = {n: v for n, v in constants.items() if n in names}
-        signature = {n: "constexpr" if n in given else kind(n) for n in names}
-        attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] != "constexpr"}
-        attrs = {k: v for k, v in attrs.items() if signature[names[k[0]]] != "fp32"}
-        source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in given.items()}, attrs)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).metadata.shared
-
-    found = {}
-    for width in WIDTHS:
-        plan = plan_for(width, width, 2)
-        base = {"HEADS": 8, "GROUP": 1, "K": width, "V": width, "CHUNK": CHUNK, "NORM": True, "PER_CHANNEL": True}
-        of_keys = base | {"BK": plan.key_block, "BV": plan.value_block, "PRECISION": "tf32"}
-        flags = ("SPLIT", "HAS_INITIAL", "WANT_STATES", "WANT_FINAL", "WANT_LINEAR", "HAS_DFINAL", "WANT_DINITIAL")
-        walked = base | dict.fromkeys((*flags, "WANT_ADDED"), False) | {"WANT_OUT": True}
-        unused = ("initial", "states", "residual", "final", "transition", "added", "dfinal", "dinitial")
-        walked |= dict.fromkeys([f"{name}_ptr" for name in unused])
-        walked |= {"BK": plan.key, "BV": plan.state_block, "STAGES": plan.stages}
-        for kernel, warps, constants in (
-            (channels.decays_kernel, 8, base | {"BK": plan.key}),
-            (channels.channel_system_kernel, 8, of_keys),
-            (forward.states_kernel, plan.state_warps, walked),
-            (backward.dstates_kernel, plan.state_warps, walked),
-            (channel_gradients.pairs_kernel, 4, of_keys),
-            (channel_gradients.channel_gradients_kernel, 8, of_keys),
-        ):
-            found[f"{kernel.fn.__name__} {width}"] = shared_memory(kernel, warps, constants)
-    print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_triton_kernels_of_channels_compile_for_hopper_within_its_shared_memory():
-    """Without the interpreter, and without a GPU."""
-    pytest.importorskip("triton")
-    code = textwrap.dedent(COMPILE).replace("WIDTHS", "(128, 256)")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) == 12
-    assert max(found.values()) <= 227 * 1024, found
 
 
 @pytest.mark.parametrize(("key", "value"), [(8, 8), (24, 40), (32, 128), (128, 16)])
