@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,15 @@ _WIDEST = 256
 _NO_BACKEND = ("No available kernel", "No viable backend")
 
 
+class _Call(NamedTuple):
+    """What all calls of torch's function have in common; `backends` are those allowed, None for all."""
+
+    name: str
+    backends: list[SDPBackend] | None
+    dropout: float
+    scaling: float | None
+
+
 def sdpa(
     module: nn.Module,
     query: Tensor,
@@ -48,8 +57,8 @@ def sdpa(
 
     On CUDA flash if it supports the input, else memory-efficient; the CPU's fused attention has no dropout.
     """
-    backends = _FUSED.get(query.device.type)
-    return _attend("sdpa", backends, module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    call = _Call("sdpa", _FUSED.get(query.device.type), dropout, scaling)
+    return _attend(call, module, query, key, value, attention_mask, kwargs), None
 
 
 def cudnn(
@@ -67,8 +76,8 @@ def cudnn(
     Packed documents and sliding windows take torch's variable-length flash kernel: cuDNN's in torch 2.11
     (`aten::_cudnn_attention_forward` with cumulative lengths) gives wrong gradients and takes 90 ms on an H200.
     """
-    backends = [SDPBackend.CUDNN_ATTENTION]
-    return _attend("cudnn", backends, module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    call = _Call("cudnn", [SDPBackend.CUDNN_ATTENTION], dropout, scaling)
+    return _attend(call, module, query, key, value, attention_mask, kwargs), None
 
 
 def _packs_keys(query: Tensor, value: Tensor) -> bool:
@@ -83,26 +92,23 @@ cudnn.packs_keys = _packs_keys  # type: ignore[attr-defined]
 
 
 def _attend(
-    name: str,
-    backends: list[SDPBackend] | None,
+    call: _Call,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
     kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    reject_options(name, kwargs)
+) -> Tensor:
+    reject_options(call.name, kwargs)
     causal = causal_of(module, kwargs)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None or attention_mask is None:
         window = window_of(key, causal, kwargs)
         if query.is_cuda and query.dtype in _HALF and (cu_seqlens is not None or window is not None):
-            return _varlen(name, query, key, value, scaling, dropout, causal, window, kwargs), None
+            return _varlen(call, query, key, value, causal, window, kwargs)
         if cu_seqlens is not None and window is None and not torch.compiler.is_compiling():
-            return _documents_loop(name, backends, query, key, value, cu_seqlens, scaling, dropout, causal), None
+            return _documents_loop(call, query, key, value, cu_seqlens, causal)
         # torch's `is_causal` aligns the mask to the top left.
         square = query.shape[2] == key.shape[2]
         attention_mask = visible(module, query, key, kwargs) if cu_seqlens is not None or window or not square else None
@@ -111,22 +117,12 @@ def _attend(
     # On CUDA only flash and cuDNN support grouped heads, and flash supports neither a mask nor fp32.
     if groups > 1 and query.is_cuda and (attention_mask is not None or query.dtype not in _HALF):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out = _fused(name, backends, query, key, value, attention_mask, dropout, causal, scaling)
-    return out.transpose(1, 2).contiguous(), None
+    return _fused(call, query, key, value, attention_mask, causal).transpose(1, 2).contiguous()
 
 
-def _fused(
-    name: str,
-    backends: list[SDPBackend] | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scaling: float | None,
-) -> Tensor:
-    """One call of torch's function [B, heads, S, D], restricted to `backends`."""
+def _fused(call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """One call of torch's function [B, heads, S, D], restricted to the call's backends."""
+    name, backends, dropout, scaling = call
     width = value.shape[-1]
     # Fused backends require adjacent channels.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -181,12 +177,10 @@ def _reasons(run: Callable[[], Tensor]) -> str:
 
 
 def _varlen(
-    name: str,
+    call: _Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
-    dropout: float,
     causal: bool,
     window: int | None,
     kwargs: dict[str, Any],
@@ -195,13 +189,13 @@ def _varlen(
     width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     if width > _WIDEST:
         raise KernelError(
-            f"attn_implementation={name!r}: packed documents and sliding windows require "
+            f"attn_implementation={call.name!r}: packed documents and sliding windows require "
             f"head sizes up to {_WIDEST}, query has {query.shape[-1]} and value {value_width}",
             hint="use eager or flex_attention",
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
     batch, _, length, _ = query.shape
-    cu_q, cu_k, longest_q, longest_k = _bounds(name, query, key, kwargs)
+    cu_q, cu_k, longest_q, longest_k = _bounds(call.name, query, key, kwargs)
     heads = resize_heads([x.transpose(1, 2) for x in (query, key, value)], [width] * 3)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in heads)
     out = torch.ops.aten._flash_attention_forward(
@@ -212,7 +206,7 @@ def _varlen(
         cu_k,
         longest_q,
         longest_k,
-        dropout,
+        call.dropout,
         causal,
         False,
         scale=scaling,
@@ -230,22 +224,12 @@ def _bounds(name: str, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tu
     return cu_q.to(torch.int32), cu_k.to(torch.int32), longest_q, longest_k
 
 
-def _documents_loop(
-    name: str,
-    backends: list[SDPBackend] | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    scaling: float | None,
-    dropout: float,
-    causal: bool,
-) -> Tensor:
+def _documents_loop(call: _Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool) -> Tensor:
     """One call per document: the cost is the sum of squared lengths, not the square of the sum."""
     batch, heads, length, _ = query.shape
     if key.shape[2] != length:
         raise KernelError(
-            f"attn_implementation={name!r}: packed documents of {length} queries and {key.shape[2]} keys in a row",
+            f"attn_implementation={call.name!r}: packed documents of {length} queries and {key.shape[2]} keys in a row",
             hint="give every document as many keys as queries",
         )
     groups = heads // key.shape[1]
@@ -255,7 +239,7 @@ def _documents_loop(
     # No document crosses rows; any tokens after the last boundary are also a document.
     bounds = sorted({*host_values(cu_seqlens).tolist(), *range(length, batch * length + 1, length or 1)})
     parts = [
-        _fused(name, backends, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, dropout, causal, scaling)
+        _fused(call, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, causal)
         for a, b in itertools.pairwise(bounds)
         if b > a
     ]
