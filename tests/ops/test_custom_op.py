@@ -34,8 +34,22 @@ def launch_double_backward(dx, dout, x):
     torch.mul(dout, 2.0, out=dx)
 
 
+def launch_product(outputs, x, y, power):
+    out, factor = outputs
+    torch.pow(y, power, out=factor)
+    torch.mul(x, factor, out=out)
+
+
+def launch_product_backward(gradients, dout, x, y, factor, power, need_x, need_y):
+    dx, dy = gradients
+    if dx is not None:
+        torch.mul(dout, factor, out=dx)
+    if dy is not None:
+        torch.mul(dout * x, power * y ** (power - 1), out=dy)
+
+
 # Errors name the op and the file of the kernel.
-for _function in (launch, launch_double):
+for _function in (launch, launch_double, launch_product):
     _function.__module__ = "opslot.ops.toy.triton"
 
 scale_and_add = differentiable_op(
@@ -49,6 +63,14 @@ double = differentiable_op(
     allocate=torch.empty_like,
     launch=launch_double,
     launch_backward=launch_double_backward,
+)
+product = differentiable_op(
+    "test_product(Tensor x, Tensor y, int power) -> (Tensor out, Tensor factor)",
+    allocate=lambda x, y, power: (torch.empty_like(x), torch.empty_like(x)),
+    launch=launch_product,
+    launch_backward=launch_product_backward,
+    kept=("x", "y", "factor"),
+    returned=1,
 )
 
 
@@ -83,6 +105,19 @@ def test_one_differentiable_argument(compiled):
     x = torch.randn(5, requires_grad=True)
     (gradient,) = torch.autograd.grad(function(x).sum(), x)
     assert torch.equal(gradient, torch.full_like(x, 2.0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_outputs_that_are_kept_for_backward_are_not_returned(compiled):
+    torch._dynamo.reset()
+    x, y = (torch.randn(2, 3, requires_grad=True) for _ in range(2))
+    function = torch.compile(product, fullgraph=True, backend="aot_eager") if compiled else product
+    out = function(x, y, 3)
+    torch.testing.assert_close(out, x * y**3)
+    found = torch.autograd.grad(out.square().sum(), (x, y))
+    torch.testing.assert_close(found, torch.autograd.grad((x * y**3).square().sum(), (x, y)))
+    (dy,) = torch.autograd.grad(function(x.detach(), y, 3).sum(), y)
+    torch.testing.assert_close(dy, 3 * x.detach() * y.detach() ** 2)
 
 
 def test_ops_pass_opcheck():

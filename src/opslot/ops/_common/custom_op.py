@@ -108,6 +108,15 @@ def empty_gradients(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) ->
     )
 
 
+def _backward_schema(name: str, outputs: int, arguments: list[str], differentiable: list[str]) -> str:
+    """The schema of the backward of op `name`: (*douts, *arguments, *needs) -> gradients."""
+    several = len(differentiable) > 1
+    douts = [f"Tensor{'?' if outputs > 1 else ''} dout{i}" for i in range(outputs)]
+    needs = [f"bool need_{argument.split()[1]}" for argument in differentiable] if several else []
+    returns = f"({', '.join(['Tensor'] * len(differentiable))})" if several else "Tensor"
+    return f"{name}_backward({', '.join([*douts, *arguments, *needs])}) -> {returns}"
+
+
 def differentiable_op(
     schema: str,
     *,
@@ -155,24 +164,17 @@ def differentiable_op(
         return gradients if count > 1 else gradients[0]
 
     run = launch_op(schema, allocate, launch)
-    backward_arguments = [
-        *(f"Tensor{'?' if several else ''} dout{i}" for i in range(outputs)),
-        *kept_tensors,
-        *others,
-        *(f"bool need_{argument.split()[1]}" for argument in tensor_arguments[:count] if count > 1),
-    ]
-    returns = f"({', '.join(['Tensor'] * count)})" if count > 1 else "Tensor"
-    run_backward = launch_op(
-        f"{name}_backward({', '.join(backward_arguments)}) -> {returns}",
-        allocate_gradients or like_arguments,
-        launch_backward,
-    )
+    backward_schema = _backward_schema(name, outputs, [*kept_tensors, *others], tensor_arguments[:count])
+    run_backward = launch_op(backward_schema, allocate_gradients or like_arguments, launch_backward)
     no_gradients = (None,) * (tensors - count + len(others))
 
     def forward(ctx: Any, *args: Any) -> Any:
         found = run(*args)
-        everything = (*args[:tensors], *found) if kept else args
-        ctx.save_for_backward(*[everything[i] for i in places])
+        if kept:
+            everything = (*args[:tensors], *found)
+            ctx.save_for_backward(*[everything[i] for i in places])
+        else:
+            ctx.save_for_backward(*args[:tensors])
         ctx.others = args[tensors:]
         if recomputable:
             ctx.opslot_run = run if not torch.compiler.is_compiling() and _hooks(False) is None else None

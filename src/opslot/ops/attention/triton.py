@@ -21,7 +21,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot._base.kernel_launch import cdiv, compute_capability
-from opslot.ops._common.arguments import adjacent, reject
+from opslot.ops._common.arguments import adjacent, copy_or_zero, reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
 from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
@@ -309,8 +309,7 @@ def _run_backward(
     call = _Call(q, k, v, scale, window, softcap, dout)
     if call.empty:
         for gradient in gradients:
-            if gradient is not None:
-                gradient.zero_()
+            copy_or_zero(gradient, None)
         return
     visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window)
     strides = (*call.strides, *_interval_strides(visible))
