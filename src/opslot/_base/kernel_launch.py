@@ -27,6 +27,15 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one CTA can use: 227 KiB on an H200, 99 KiB on GPUs of desktops and workstations."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)  # the first on CUDA
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up. Triton's own takes several microseconds on the host."""
     return -(-a // b)

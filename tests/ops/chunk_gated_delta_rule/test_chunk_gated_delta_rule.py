@@ -403,7 +403,7 @@ def test_tiles_in_16_bit_have_one_layout_in_shared_memory(key, value):
     pytest.importorskip("triton")
     from opslot.ops.chunk_gated_delta_rule.kernels.call import plan_for
 
-    plan = plan_for(key, value, 2)
+    plan = plan_for(key, value, 2, 227 * 1024)
     assert min(plan.key, plan.key_block, plan.state_block, plan.value_block) >= 64
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from opslot._base.kernel_launch import compute_capability, sm_count
+from opslot._base.kernel_launch import compute_capability, shared_memory, sm_count
 from opslot.ops.moe_experts._autograd import Experts
 
 
@@ -43,6 +43,10 @@ class GemmTiling:
     programs: int = 1
 
 
+# Of the largest of the tiles below, for `gate_up` with biases.
+_HOPPER_SHARED_MEMORY = 180 * 1024
+
+
 def _hopper(programs: int) -> GemmTiling:
     """Within 2% of the fastest for every GEMM on an H200 at the sizes of Qwen3-30B-A3B and DeepSeek-V3.
 
@@ -78,7 +82,7 @@ def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
     aligned = all(n % 8 == 0 for n in down_proj.shape[1:])
     if real:
         aligned = aligned and all(w.data_ptr() % 16 == 0 for w in (*experts.gate_up_weights, down_proj))
-    if capability < (9, 0) or not aligned:
+    if capability < (9, 0) or not aligned or shared_memory(down_proj.device) < _HOPPER_SHARED_MEMORY:
         return _uniform(128, Tiles(128, 128, 32, 8, 3), programs=programs)
     plan = _hopper(programs)
     if experts.biased or (experts.halves == 2 and not experts.transposed) or not experts.gated:

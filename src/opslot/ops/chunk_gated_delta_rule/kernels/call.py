@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from opslot._base.kernel_launch import cdiv, sm_count
+from opslot._base.kernel_launch import cdiv, shared_memory, sm_count
 from opslot.ops._common.kernels.chunks import Chunks, chunk_table
 from opslot.ops._common.kernels.tiles import as_tokens
 
@@ -45,13 +45,20 @@ class ChunkTiling:
     channel_warps: int
 
 
+# Bytes of shared memory of the recurrence with three stages, keys of 128 and decays of channels.
+_THREE_STAGES = 162 * 1024
+
+
 @functools.cache
-def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
+def plan_for(key: int, value: int, element_bytes: int, shared: int) -> ChunkTiling:
     """Measured on an H200 for bf16 and keys of 128 (benchmarks/tune_recurrence.py); others fit into shared memory.
 
     In the recurrence, two stages take 1.4 times as long as three, and 32 columns as long as 64. What only decays of
     channels have is not measured. In 16 bit, tiles of keys and of their decays are at least 64 columns wide: Triton 3.6
     miscompiles kernels that mix narrower ones with these (see mamba_chunk_scan).
+
+    Args:
+        shared: bytes of shared memory that one CTA can use.
     """
     half = element_bytes == 2
     key_full, value_full = (max(64 if half else 16, triton.next_power_of_2(n)) for n in (key, value))
@@ -61,7 +68,7 @@ def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
         key_block=min(64 if half else 32, key_full),
         state_block=min((32 if large else 64) if half else 16, value_full),
         grad_block=min(16, value_full),
-        stages=(2 if large else 3) if half else 1,
+        stages=max(1, (2 if large else 3) - (shared < _THREE_STAGES)) if half else 1,
         state_warps=4,
         grad_warps=16 if large else 8,
         value_block=min(64 if half else 16, value_full),
@@ -160,7 +167,7 @@ def prepare(inputs: Sequence[Tensor], cu_seqlens: Tensor | None, normalize: bool
     """`inputs` are query, key, value, g and beta."""
     query, key, value, g, beta = inputs
     batch, length = value.shape[:2]
-    plan = plan_for(key.shape[3], value.shape[3], key.element_size())
+    plan = plan_for(key.shape[3], value.shape[3], key.element_size(), shared_memory(key.device))
     chunks = chunk_table(cu_seqlens, batch, length, value.device, CHUNK)
     programs = chunks.documents * value.shape[2] * cdiv(value.shape[3], plan.state_block)
     return Call(
