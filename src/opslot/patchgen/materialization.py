@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, cast
 
 from opslot._base.errors import PatchError
 from opslot._base.plugins import PATCH_FINDERS
-from opslot.patchgen.cache import cache_homes, prune, read_sealed, touch, write_sealed
+from opslot.patchgen.cache import cache_homes, locked, prune, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.source import Release, installed_release
 
@@ -110,20 +111,33 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
     target = patch.target_file if patch is not None else f"modeling_{arch}.py"
     relative = Path("generated", arch, key, "models", arch, target)
     homes = cache_homes()
+    if (cached := _cached(homes, relative)) is not None:
+        return cached
+    path = homes[-1] / relative
+    with locked(path.parents[3]):
+        # Another process may have written it since.
+        if (cached := _cached(homes, relative)) is not None:
+            return cached
+        from opslot.patchgen.engine import generate
+
+        text = generate(patch or require_patch(arch, release), release).text
+        try:
+            write_sealed(path, text)
+        except OSError as error:
+            raise PatchError(
+                f"cannot write {path}", found=error.strerror or str(error), hint="set OPSLOT_CACHE to another directory"
+            ) from error
+    prune(path.parents[3])
+    return path
+
+
+def _cached(homes: Iterable[Path], relative: Path) -> Path | None:
+    """The file of an entry in the first of `homes` that has it whole; None where none does."""
     for home in homes:
         if read_sealed(home / relative, home) is not None:
             touch(home / relative.parents[2])
             return home / relative
-    from opslot.patchgen.engine import generate
-
-    text = generate(patch or require_patch(arch, release), release).text
-    path = homes[-1] / relative
-    try:
-        write_sealed(path, text)
-    except OSError as error:
-        raise PatchError(f"cannot write {path}: {error.strerror}; set OPSLOT_CACHE to another directory") from error
-    prune(path.parents[3])
-    return path
+    return None
 
 
 def cache_key(patch: PatchConfig, release: Release) -> str:
