@@ -57,7 +57,7 @@ def initialize_weights(model: nn.Module, seed: int | None = None, *, device: tor
         CheckpointError: tensors that the model cannot initialize by itself.
     """
     meta_buffers = [clean_fqn(name) for name, buffer in model.named_buffers() if buffer.is_meta]
-    materialize(model, device, None)
+    materialize(model, device)
     parameters = [clean_fqn(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     # A model's function may also set what modules below hold, e.g. scaled projections, so every module has its turn.
     initialize(model, parameters, meta_buffers, seed, every_module=True)
