@@ -117,7 +117,7 @@ WITHOUT_DUMMY = ("mllama", "fuyu", "qwen2_audio")
 
 
 def build_without_dummy(name):
-    model = random_model(tiny_config(name), 0).eval()
+    model = random_model(tiny_config(name)).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("_gate"):
             # Initialized with 0, which would switch the layer off.

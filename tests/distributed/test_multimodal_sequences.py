@@ -15,8 +15,8 @@ from opslot.verify.tiny import tiny_config
 
 def build(name, ops="auto"):
     config = tiny_config(name)
-    model = random_model(config, 0).eval()
-    batches = dict(media_samples(model, 0).batches)
+    model = random_model(config).eval()
+    batches = dict(media_samples(model).batches)
     batches["packed"] = pack(RopePositions(config, type(model).__name__), [batches["image"], batches["text"]])
     opslot.apply(model, ops)
     return model, batches

@@ -194,7 +194,7 @@ def indivisible_scan():
 
     config = tiny_config("nemotron_h")
     config.mamba_num_heads, config.n_groups = 3, 1
-    model = random_model(config, 0)
+    model = random_model(config)
     opslot.apply(model)
     parallelize(model, init_parallel_state(device_type="cpu", sp=2))
 

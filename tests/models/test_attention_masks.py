@@ -144,7 +144,7 @@ def test_mask_passed_to_a_model_inside_that_makes_masks_again():
     from opslot.verify.random_model import random_model
     from opslot.verify.tiny import tiny_config
 
-    upstream = random_model(tiny_config("molmo2"), 0).eval()
+    upstream = random_model(tiny_config("molmo2")).eval()
     model = copy.deepcopy(upstream)
     opslot.apply(model, "auto")
     ids = torch.randint(3, 50, (1, 20), generator=torch.Generator().manual_seed(0))

@@ -206,10 +206,10 @@ def test_layer_compiles_with_fullgraph():
 @pytest.mark.parametrize("ops", ["eager", "auto"])
 def test_packed_documents_of_kimi_delta_attention(ops):
     config = tiny_config("kimi_linear")
-    model = random_model(config, 0)
+    model = random_model(config)
     opslot.apply(model, ops)
     assert "chunk_gated_delta_rule/per_channel" in {f"{row.op}/{row.variant}" for row in opslot.explain(model).rows}
-    packed_ids, alone = packed_batches(random_ids(config, 0))
+    packed_ids, alone = packed_batches(random_ids(config))
     assert worst_difference(train_step(model, packed_ids), train_step(model, alone)) == ""
 
 
@@ -218,8 +218,8 @@ def test_packed_documents_of_kimi_delta_attention(ops):
 def test_triton_kernel_of_kimi_delta_attention(arch):
     """Loss and gradients equal those of torch's code, of packed documents too."""
     config = tiny_config(arch)
-    model = random_model(config, 0)
-    packed_ids, alone = packed_batches(random_ids(config, 0))
+    model = random_model(config)
+    packed_ids, alone = packed_batches(random_ids(config))
     opslot.apply(model, {"chunk_gated_delta_rule_implementation": "torch_chunked"})
     expected = train_step(model, alone)
     opslot.apply(model, {"chunk_gated_delta_rule_implementation": "triton"})

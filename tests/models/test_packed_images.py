@@ -14,8 +14,8 @@ from opslot.verify.tiny import tiny_config
 
 def build(name):
     config = tiny_config(name)
-    model = random_model(config, 0).eval()
-    samples = media_samples(model, 0)
+    model = random_model(config).eval()
+    samples = media_samples(model)
     return model, packed_samples(RopePositions(config, type(model).__name__), samples)
 
 

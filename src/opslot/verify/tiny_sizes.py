@@ -1,0 +1,229 @@
+"""Sizes of tiny configs: by name of a field, and what no rule gives, by model_type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LAYERS = 2
+HEADS = 4
+ROPE, NOPE = 8, 8
+PATCH, IMAGE = 4, 16
+VOCABULARY = 64
+# Ids below are those of text; those of images and of what surrounds them are above.
+TEXT_VOCABULARY = 48
+
+# Sizes of a tiny config, for those of these fields that a config class has. None, 0 and False stay: they switch a
+# part off.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rotary_dim": 4,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    # Positions from which on queries are scaled.
+    "floor_scale": 4,
+    "log_scaling_n_floor": 4,
+    # Latent attention
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "o_lora_rank": 8,
+    "o_groups": 2,
+    "qk_rope_head_dim": ROPE,
+    "qk_nope_head_dim": NOPE,
+    "v_head_dim": 8,
+    # Sparse attention
+    # Few heads would give many keys a score of 0, and which of those are selected is arbitrary.
+    "index_n_heads": 16,
+    "index_head_dim": 8,
+    "index_topk": 8,
+    # Linear attention and state spaces
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": HEADS,
+    "linear_head_dim": 8,
+    "linear_num_heads": HEADS,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "mamba_n_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_chunk_size": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "block_multiple_of": 16,
+    # Experts
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "intermediate_size_mlp": 48,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    # Inputs per layer
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "laurel_rank": 8,
+    # Encoders and decoders with fields of their own
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "ffn_dim": 48,
+    # Vision and audio encoders
+    "depth": LAYERS,
+    "encoder_hidden_size": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "vision_output_dim": 32,
+    "text_hidden_size": 32,
+    "audio_hidden_size": 32,
+    "output_dim": 32,
+    "max_source_positions": 24,
+    "audio_soft_tokens_per_image": 8,
+    "vision_soft_tokens_per_image": 16,
+    "context_size": 16,
+    "insert_layer_id": 1,
+    "embed_dim": 32,
+    "num_heads": HEADS,
+    "out_hidden_size": 32,
+    "projection_dim": 32,
+    "projection_hidden_size": 32,
+    "projector_hidden_size": 32,
+    "patch_size": PATCH,
+    "image_size": IMAGE,
+    "crop_size": IMAGE,
+    "resolution": IMAGE,
+    "base_channels": 32,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+    "pooling_kernel_size": 2,
+    "mm_tokens_per_image": 4,
+    "window_size": 16,
+}
+# Fields that config classes leave at None although their models need a value.
+NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
+
+_STARTS = {"vision_start_token_id": 60, "vision_end_token_id": 61, "audio_start_token_id": 62, "audio_end_token_id": 63}
+_ROTARY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+MROPE = {**_ROTARY, "mrope_section": [1, 1, 2]}
+
+# What the rules do not give, by model_type.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    # Values that the model reads and its config classes do not set.
+    "dbrx": {
+        "d_model": 32,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {kind: dict(_ROTARY) for kind in ("sliding_attention", "full_attention")},
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    # Codes of images are tokens, whose names end in their numbers, in letters or digits.
+    "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGAZ": 58, "IMGIMGBZ": 59}},
+    "chameleon_vqgan": {"num_embeddings": 2},
+    "emu3_vqgan": {"codebook_size": 2, "hidden_size": 128},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "dots1": {"n_shared_experts": 1},
+    "glm5_next_text": {"index_topk": 16},
+    "aria": {"projector_patch_to_query_dict": {"16": 4}},
+    "glm4v_moe_text": {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
+    # Heads times their size is the width of the state.
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "emu3": {
+        "image_token_id": 60,
+        "vocabulary_map": {
+            "<image>": 60,
+            "<|extra_200|>": 61,
+            "<|visual token 000000|>": 62,
+            "<|visual token 000001|>": 63,
+        },
+    },
+    # Ids of images and audio have embeddings of their own, behind those of text.
+    "gemma3n": {"image_token_id": 49, "audio_token_id": 57},
+    # The number of its channels is in timm's code.
+    "gemma3n_vision": {
+        "vocab_size": 8,
+        "vocab_offset": 48,
+        "hidden_size": 2048,
+        "model_args": {"channel_multiplier": 0.05, "msfa_output_resolution": 4},
+    },
+    "gemma3n_audio": {"vocab_size": 8, "vocab_offset": 56},
+    # Encoders of timm.
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {
+                "embed_dim": 32,
+                "depth": LAYERS,
+                "num_heads": 2,
+                "patch_size": PATCH,
+                "img_size": [IMAGE, IMAGE],
+                "ref_feat_shape": [IMAGE // PATCH, IMAGE // PATCH],
+                "global_pool": "",
+            },
+        }
+    },
+    "fast_vlm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "fastvit_mci3",
+            "hidden_size": 64,
+            "model_args": {"inference_mode": True, "layers": [1] * 5, "embed_dims": [8, 16, 32, 32, 32]},
+        }
+    },
+    # Four patches are one feature.
+    "llama4_vision_model": {"intermediate_size": 128},
+    # The last layer and an intermediate one, side by side.
+    "mllama_vision_model": {"num_global_layers": 1, "intermediate_layers_indices": [0], "vision_output_dim": 64},
+    # Read by `get_rope_index`.
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _STARTS),
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    # Later attention shares the weights of the first.
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": HEADS},
+}
