@@ -4,8 +4,6 @@ Memory-mapped files replace the memory of peer GPUs; `test_multigpu.py` runs the
 """
 
 import contextlib
-import importlib.util
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,11 +14,7 @@ from torch import nn
 
 from opslot._base.errors import ConfigError
 from opslot.distributed import copy_engine, gradient_sync, init_parallel_state, parallelize
-
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
 
 
 class MappedMemory:

@@ -1,9 +1,6 @@
 """What parallelize does to a model, and invalid arguments."""
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,11 +21,7 @@ from opslot.distributed import (
 )
 from opslot.distributed.fsdp import _find_layers
 from opslot.models.parallelize import parallel_plan
-
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
 
 
 def loss_of(model, state):
