@@ -5,8 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import opslot
 from opslot.data.rope_positions import RopePositions
 from opslot.distributed import init_parallel_state, shard_sequence

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import opslot
 from opslot.distributed import init_parallel_state
 from opslot.verify.media import media_samples, with_common_divisor

@@ -11,17 +11,7 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.verify.random_model import random_ids, random_model, whole_batch
 from opslot.verify.tiny import tiny_config
-
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
+from tests.models.sizes import SIZES
 
 
 def config_of(name="qwen3"):

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("transformers")
-
 import opslot
 from opslot.data.rope_positions import RopePositions
 from opslot.models._modalities import keep_documents_from_towers

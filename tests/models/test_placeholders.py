@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from opslot.data.rope_positions import RopePositions
 from opslot.models._placeholders import PlaceholderCheck
 from opslot.verify.media import media_samples
