@@ -96,7 +96,7 @@ def test_invalid_options_raise():
     model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
     with pytest.raises(ConfigError, match="activation_checkpointing is none"):
         checkpoint_activations(model, "none", offload=True)
-    with pytest.raises(ConfigError, match="is not one of none, full, selective"):
+    with pytest.raises(ConfigError, match="hint: use one of none, full, selective"):
         checkpoint_activations(model, "half")
 
 

@@ -460,7 +460,7 @@ def test_invalid_usage_raises(patch, call, problem):
 
 def test_replacement_must_be_one_definition(rewrite, patch):
     patch.replace_function("norm", "def a(): ...\n\ndef b(): ...\n")
-    with pytest.raises(PatchError, match="one class or function, found 2"):
+    with pytest.raises(PatchError, match=r"not one class or function\n  found: 2"):
         rewrite(BEFORE, patch)
 
 

@@ -14,7 +14,8 @@ from opslot._base.errors import KernelError
 from opslot.bench.baselines import baseline_kernels
 from opslot.slots import KERNEL_REGISTRY, OpVariant
 from opslot.verify.isolated import Lost, Processes, spoils_device
-from opslot.verify.parity import CheckResult, check_kernel, compare, expect
+from opslot.verify.kernels import KernelCheck
+from opslot.verify.parity import CheckResult, compare, expect
 
 _DIED = "WRONG: the process that checked it died"
 _TIMED_OUT = "unchecked: its check "
@@ -96,28 +97,15 @@ def cannot_run(outcome: str) -> bool:
 
 def run_check(check: Check) -> str:
     """Run one check in this process."""
-    variant = KERNEL_REGISTRY.op(check.op).variant(check.variant)
     try:
         if check.baseline is not None:
             kernels = baseline_kernels([check.baseline], check.op, check.variant)
+            variant = KERNEL_REGISTRY.op(check.op).variant(check.variant)
             return _check_as_timed(check, variant, kernels[check.kernel])
-        kernel = KERNEL_REGISTRY.load(check.op, check.variant, check.kernel)
+        registered = KernelCheck(check.op, check.variant, check.kernel, check.case, check.dtype, check.device)
+        return describe(registered.run())
     except KernelError as error:
         return f"unchecked: {brief(error)}"
-    case = variant.case(check.case)
-    spec = KERNEL_REGISTRY.get(check.op, check.variant, check.kernel)
-    return describe(
-        check_kernel(
-            kernel,
-            check.op,
-            variant,
-            case,
-            check.dtype,
-            check.device,
-            name=check.kernel,
-            relative_error=spec.relative_error,
-        )
-    )
 
 
 def _check_as_timed(check: Check, variant: OpVariant, kernel: Callable[..., Any]) -> str:

@@ -334,9 +334,13 @@ def merge(results: Iterable[Result]) -> Result:
     results = list(results)
     runs = [run for result in results for run in result.runs]
     if len(devices := sorted({run.environment.device for run in runs})) > 1:
-        raise ConfigError("the results are of different devices", found=", ".join(devices))
+        raise ConfigError(
+            "the results are of different devices", found=", ".join(devices), hint="merge those of each device"
+        )
     if len(scripts := sorted({result.script for result in results})) > 1:
-        raise ConfigError("the results are of different scripts", found=", ".join(scripts))
+        raise ConfigError(
+            "the results are of different scripts", found=", ".join(scripts), hint="merge those of each script"
+        )
     merged = Result(results[0].script)
     for run in runs:
         merged = merged.with_run(run)

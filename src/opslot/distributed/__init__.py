@@ -1,11 +1,8 @@
 """Device meshes, FSDP2, sequence and expert parallelism, gradient norms, and ranks that fail together."""
 
 from opslot.distributed.consensus import (
-    OtherRankFailed,
-    RankError,
     fail_together,
     gather_objects,
-    has_process_group,
     is_first_rank,
     on_all_ranks,
     on_first_rank,
@@ -37,10 +34,8 @@ from opslot.distributed.ulysses import (
 
 __all__ = [
     "ExpertParallel",
-    "OtherRankFailed",
     "ParallelPlan",
     "ParallelState",
-    "RankError",
     "ShardedConvolution",
     "UlyssesDeltaRule",
     "UlyssesScan",
@@ -56,7 +51,6 @@ __all__ = [
     "get_parallel_state",
     "gradient_sync",
     "has_features",
-    "has_process_group",
     "init_parallel_state",
     "is_first_rank",
     "offload",

@@ -104,7 +104,7 @@ def sp_pad_and_slice(
         pad_scale: tokens that must stay together, e.g. 4 patches that a vision model merges.
     """
     if pad_scale < 1:
-        raise ConfigError(f"pad_scale={pad_scale} must be at least 1")
+        raise ConfigError(f"pad_scale={pad_scale} must be at least 1", hint="leave it out for single tokens")
     group = group or get_parallel_state().sp_group
     if group is None:
         return x
@@ -142,8 +142,8 @@ def kv_repeats(heads: int, kv_heads: int, sp: int, names: tuple[str, str] = ("qu
             if heads % n == 0 and heads % (math.lcm(kv_heads, n) // kv_heads * kv_heads) == 0
         ]
         raise ConfigError(
-            f"sp={sp} does not divide {heads} {names[0]} heads (with {kv_heads} {names[1]} heads); "
-            f"sizes that would: {', '.join(map(str, fitting))}"
+            f"sp={sp} does not divide {heads} {names[0]} heads (with {kv_heads} {names[1]} heads)",
+            hint=f"use one of {', '.join(map(str, fitting))}",
         )
     return repeats
 

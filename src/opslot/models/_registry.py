@@ -272,7 +272,11 @@ def _serve(architecture: Architecture, model_type: str) -> None:
         found = architecture.generated_class(class_name)
         if found is None:
             names = getattr(_generated(architecture.generated), "__all__", ())
-            raise ConfigError(f"{architecture.generated} has no class {class_name!r}", found=", ".join(names))
+            raise ConfigError(
+                f"{architecture.generated} has no class {class_name!r}",
+                found=", ".join(names),
+                hint="correct `architectures` in config.json",
+            )
         return found
 
     if model_type in MODEL_CONFIG_REGISTRY:

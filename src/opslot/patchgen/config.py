@@ -44,7 +44,10 @@ class PatchConfig(TextPrimitives):
         self, source_module: str, *, target_file: str | None = None, description: str = "", discover: bool = True
     ) -> None:
         if "." not in source_module:
-            raise PatchError(f"PatchConfig needs a dotted module name, got {source_module!r}")
+            raise PatchError(
+                f"PatchConfig of {source_module!r}, which is not a dotted module name",
+                hint="name one such as transformers.models.qwen3.modeling_qwen3",
+            )
         self.source_module = source_module
         self.target_file = target_file or source_module.rpartition(".")[2] + ".py"
         self.description = description
@@ -295,7 +298,7 @@ class PatchConfig(TextPrimitives):
 
 def _require_method(target: str, slot: Slot) -> None:
     if target.count(".") != 1:
-        raise PatchError(f"slot {slot} has to sit in a method, `Class.method`; got {target!r}")
+        raise PatchError(f"slot {slot} has to sit in a method, `Class.method`", found=repr(target))
 
 
 def _fingerprints(values: str | Iterable[str]) -> tuple[str, ...]:

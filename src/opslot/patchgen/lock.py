@@ -64,7 +64,10 @@ class Lock:
         try:
             data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != _FORMAT:
-                raise PatchError(f"{path} has format {data['format']}, this opslot reads {_FORMAT}")
+                raise PatchError(
+                    f"{path} has format {data['format']}, this opslot reads {_FORMAT}",
+                    hint="use the lock of this version, or write it again with --fix",
+                )
             lock = cls(lines={digest: hashes.split() for digest, hashes in data["lines"].items()})
             for arch, entry in data["archs"].items():
                 versions = entry["releases"].split()
@@ -79,7 +82,7 @@ class Lock:
         except FileNotFoundError:
             return cls()
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise PatchError(f"{path} is damaged ({error}); restore it, or write it again with --fix") from error
+            raise PatchError(f"{path} is damaged ({error})", hint="restore it, or write it again with --fix") from error
 
     def save(self, path: Path) -> None:
         """Write the lock; equal locks are equal bytes, and digests that no release uses are left out.

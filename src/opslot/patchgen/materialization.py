@@ -47,7 +47,9 @@ def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> N
             already imported.
     """
     if not arch.isidentifier():
-        raise PatchError(f"the name of an architecture has to be a Python identifier, got {arch!r}")
+        raise PatchError(
+            f"{arch!r} is not the name of an architecture", hint="use a Python identifier, such as qwen3_moe"
+        )
     check_replaceable(arch, _registered.get(arch), patch, replace)
     _registered[arch] = patch
 
@@ -57,9 +59,9 @@ def check_replaceable(arch: str, known: PatchConfig | None, patch: PatchConfig, 
     if known is not None and known.digest == patch.digest:
         return
     if known is not None and not replace:
-        raise PatchError(f"{arch} is registered with another patch; pass replace=True to replace it")
+        raise PatchError(f"{arch} is registered with another patch", hint="pass replace=True to replace it")
     if f"{GENERATED_PACKAGE}.{arch}" in sys.modules:
-        raise PatchError(f"{GENERATED_PACKAGE}.{arch} is already imported; register the patch before the import")
+        raise PatchError(f"{GENERATED_PACKAGE}.{arch} is already imported", hint="register the patch before the import")
 
 
 def _finders() -> list[PatchFinder]:
@@ -89,7 +91,7 @@ def require_patch(arch: str, release: Release | None = None) -> PatchConfig:
     """Like `find_patch`, but an unknown architecture raises NoPatchError, which names the known ones."""
     patch = find_patch(arch, release)
     if patch is None:
-        raise NoPatchError(f"no patch for {arch!r}; there are patches for {', '.join(known_archs())}")
+        raise NoPatchError(f"no patch for {arch!r}", hint=f"there are patches for {', '.join(known_archs())}")
     return patch
 
 

@@ -159,7 +159,7 @@ def _text_of(obj: Callable[..., Any] | type | str) -> str:
     try:
         text = textwrap.dedent(inspect.getsource(obj))
     except (OSError, TypeError) as error:
-        raise PatchError(f"the source of {obj!r} cannot be read ({error}); define it in a file") from error
+        raise PatchError(f"the source of {obj!r} cannot be read ({error})", hint="define it in a file") from error
     lines = text.splitlines(keepends=True)
     (definition,) = ast.parse(text).body
     assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)

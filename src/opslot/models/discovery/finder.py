@@ -43,7 +43,11 @@ def additions(arch: str) -> PatchConfig | None:
         raise
     patch = getattr(module, "patch", None)
     if not isinstance(patch, PatchConfig):
-        raise PatchError(f"{name} has to have a PatchConfig called `patch`, found {type(patch).__name__}")
+        raise PatchError(
+            f"{name} is not a patch module",
+            found=f"a {type(patch).__name__} as `patch`",
+            hint="write `patch = PatchConfig(...)`",
+        )
     return patch
 
 
