@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from opslot._base.errors import ConfigError
-from opslot.distributed import copy_engine, gradient_sync, init_parallel_state, parallelize
+from opslot.distributed import copy_engine, gradient_sync, init_parallel_state, shard_model
 from tests.distributed import tiny
 
 
@@ -97,7 +97,7 @@ def gradients(accumulated):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         with mapped_memory() as sent:
-            parallelize(model, state, layers=["Linear"], param_dtype=torch.bfloat16, copy_engine=engine)
+            shard_model(model, state, layers=["Linear"], param_dtype=torch.bfloat16, copy_engine=engine)
             for i in range(accumulated):
                 with gradient_sync(model, i == accumulated - 1):
                     model(torch.randn(5, 8)).square().sum().backward()
@@ -119,7 +119,7 @@ def test_single_pass_gradients_are_sent_in_param_dtype(ranks, accumulated):
 def error_messages():
     state = init_parallel_state(device_type="cpu")
     try:
-        parallelize(nn.Sequential(nn.Linear(8, 8)), state, layers=["Linear"], copy_engine=True)
+        shard_model(nn.Sequential(nn.Linear(8, 8)), state, layers=["Linear"], copy_engine=True)
     except ConfigError as error:
         return str(error)
 

@@ -16,7 +16,7 @@ from opslot.distributed import (
     clip_grad_norm,
     gradient_sync,
     init_parallel_state,
-    parallelize,
+    shard_model,
     shard_sequence,
 )
 from opslot.distributed.fsdp import _find_layers
@@ -289,7 +289,7 @@ class Stack(nn.Module):
 
 def any_module():
     state = init_parallel_state(device_type="cpu")
-    model = parallelize(Stack(), state, layers=["Block"])
+    model = shard_model(Stack(), state, layers=["Block"])
     model(torch.full((1, 4), 1.0 + state.rank)).sum().backward()
     weight = model.blocks[0].weight
     return isinstance(weight, DTensor), weight.grad.full_tensor().tolist()
@@ -306,7 +306,7 @@ def test_any_module_is_sharded_by_class_names(ranks):
 def call_with_invalid_arguments(case):
     state = init_parallel_state(device_type="cpu", **({"sp": 2} if case == "heads" else {"ep": 2}))
     if case == "layers":
-        parallelize(Stack(), state)
+        shard_model(Stack(), state)
     elif case == "meta":
         opslot.parallelize(opslot.build_foundation_model(tiny.config_of("qwen3_moe"), init_device="meta"), state)
     elif case == "experts":
@@ -317,13 +317,13 @@ def call_with_invalid_arguments(case):
     elif case == "heads":
         opslot.parallelize(tiny.build("qwen3", num_attention_heads=3, num_key_value_heads=3), state)
     elif case == "checkpointing":
-        parallelize(Stack(), state, layers=["Block"], activation_checkpointing=True)
+        shard_model(Stack(), state, layers=["Block"], activation_checkpointing=True)
     elif case == "twice":
         opslot.parallelize(opslot.parallelize(tiny.build("qwen3_moe"), state), state)
     elif case == "dtypes":
         model = Stack()
         model.blocks[1].bias.data = model.blocks[1].bias.data.bfloat16()
-        parallelize(model, state, layers=["Block"])
+        shard_model(model, state, layers=["Block"])
 
 
 class GradientCheckpointingLayer(nn.Module):
@@ -366,7 +366,7 @@ def half_frozen():
     state = init_parallel_state(device_type="cpu")
     model = Stack()
     model.blocks[0].bias.requires_grad_(False).data = model.blocks[0].bias.data.bfloat16()
-    parallelize(model, state, layers=["Block"], param_dtype=torch.float32)
+    shard_model(model, state, layers=["Block"], param_dtype=torch.float32)
     model(torch.ones(1, 4)).sum().backward()
     return model.blocks[1].bias.grad.full_tensor().tolist()
 
@@ -385,7 +385,7 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
             "half a plan",
             r"ep=2, but the parallel plan does not shard model.layers.0.mlp.experts.down_proj\n",
         ),
-        ("heads", r"sp=2 does not divide 3 query heads.*would: 1, 3"),
+        ("heads", r"sp=2 does not divide 3 query heads.*\n  hint: use one of 1, 3"),
         ("checkpointing", r"activation_checkpointing needs a Transformers model, not Stack"),
         ("twice", r"Qwen3MoeForCausalLM is parallelized already\n  hint: build it again"),
         (
@@ -411,7 +411,7 @@ def test_model_plan_overrides_the_architecture_plan():
 
 def test_mixed_precision_in_one_process_needs_a_group():
     with pytest.raises(ConfigError, match="group_of_one=True"):
-        parallelize(Stack(), layers=["Block"], param_dtype=torch.bfloat16)
+        shard_model(Stack(), layers=["Block"], param_dtype=torch.bfloat16)
 
 
 def token_values(sizes, ops, changes):

@@ -557,14 +557,14 @@ class ToyPreTrainedModel(PreTrainedModel):
 
 def test_globals_that_constructors_assign_reach_the_generated_module(monkeypatch):
     """Before 5.15 a Mamba mixer's forward reads what only its constructor defines."""
-    from opslot.models.discovery.support import write_support
+    from opslot.models.discovery.common_edits import add_common_edits
     from opslot.slots.protocol import copy_upstream_globals
 
     upstream = types.ModuleType("toy.upstream")
     exec(GLOBAL_IN_CONSTRUCTOR, vars(upstream))
     patch = PatchConfig("toy.upstream")
     source = UpstreamModule("toy.upstream", "5.9.0", GLOBAL_IN_CONSTRUCTOR)
-    write_support(patch, ModuleView(source))
+    add_common_edits(patch, ModuleView(source))
     generated = types.ModuleType("toy.generated")
     exec(GLOBAL_IN_CONSTRUCTOR, vars(generated))
     for block in patch.final_blocks:

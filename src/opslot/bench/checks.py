@@ -17,7 +17,7 @@ from opslot.verify.isolated import Lost, Processes, spoils_device
 from opslot.verify.kernels import KernelCheck
 from opslot.verify.parity import CheckResult, compare, expect
 
-_DIED = "WRONG: the process that checked it died"
+_EXITED = "WRONG: the process that checked it exited"
 _TIMED_OUT = "unchecked: its check "
 # A kernel that compiles for longer at one shape is of no use; the start of a process is included.
 _TIMEOUT_S = 180.0
@@ -67,7 +67,7 @@ def run_checks(
 
 
 def _lost(why: Lost) -> str:
-    return _DIED if why == "died" else f"{_TIMED_OUT}{why}"
+    return _EXITED if why == "exited" else f"{_TIMED_OUT}{why}"
 
 
 def combine(outcomes: Sequence[str]) -> str:
@@ -83,7 +83,7 @@ def combine(outcomes: Sequence[str]) -> str:
 
 
 def _run_in_worker(check: Check) -> str:
-    """The outcome, from a process that stays alive while others are timed, so it must hold no device memory."""
+    """The outcome, from a process that runs while others are timed, so it must hold no device memory."""
     outcome = run_check(check)
     if check.device.startswith("cuda") and not spoils_device(outcome):
         torch.cuda.empty_cache()
@@ -92,7 +92,7 @@ def _run_in_worker(check: Check) -> str:
 
 def cannot_run(outcome: str) -> bool:
     """Whether running the implementation again, here, would end this process or take too long."""
-    return outcome == _DIED or spoils_device(outcome) or outcome.startswith(f"{_TIMED_OUT}was not done")
+    return outcome == _EXITED or spoils_device(outcome) or outcome.startswith(f"{_TIMED_OUT}was not done")
 
 
 def run_check(check: Check) -> str:

@@ -240,7 +240,7 @@ class Value:
 def recorded_command(*arguments: str) -> str:
     """The command that a run records: absolute paths are relative to the current folder, or their last part alone.
 
-    Results are shared, and where a machine keeps its files says nothing about them.
+    Results are shared, and do not depend on where a machine keeps its files.
     """
 
     def shown(argument: str) -> str:

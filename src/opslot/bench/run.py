@@ -61,7 +61,7 @@ class BenchOptions:
         tokens: number of tokens that ops are timed with; None for each case's own on a GPU.
         tune: add the times to this machine's profile, which `auto` reads.
         baselines: hf, liger, quack, veomni.
-        baseline_paths: by baseline, a folder of packages that only this baseline sees.
+        baseline_paths: by baseline, a folder of packages that only this baseline imports.
         batch, length: samples of a training step, and tokens of each.
         image_size: side in pixels of an image that each sample begins with; `length` then counts the text.
         audio_seconds: of an audio after it; `length` then counts the text.

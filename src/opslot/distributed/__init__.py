@@ -10,7 +10,7 @@ from opslot.distributed.consensus import (
 )
 from opslot.distributed.dummy import dummy_forward
 from opslot.distributed.expert_parallel import ExpertParallel
-from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, parallelize
+from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, shard_model
 from opslot.distributed.offload import offload, reload
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import (
@@ -56,8 +56,8 @@ __all__ = [
     "offload",
     "on_all_ranks",
     "on_first_rank",
-    "parallelize",
     "reload",
+    "shard_model",
     "shard_sequence",
     "slice_input_tensor",
     "sp_pad_and_slice",

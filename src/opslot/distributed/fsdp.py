@@ -29,7 +29,7 @@ from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 _REDUCTIONS = "_fsdp_reductions"
 
 
-def parallelize(
+def shard_model(
     model: nn.Module,
     state: ParallelState | None = None,
     *,

@@ -125,7 +125,7 @@ class PatchConfig(TextPrimitives):
         """Let a kernel compute the loss from hidden states and the head's weight.
 
         The variant `causal` covers the statements from the logits to the loss, with scaling and softcap, and skips the
-        logits (`opslot.patchgen.losses` says which forms); the variant `sequence_classification` replaces the loss
+        logits (in the forms of `opslot.patchgen.losses`); the variant `sequence_classification` replaces the loss
         of Transformers' generic classifiers of sequences and of tokens. Anything else raises when the module is
         generated.
         """
@@ -280,7 +280,7 @@ class PatchConfig(TextPrimitives):
 
     @property
     def digest(self) -> str:
-        """Hash of everything the patch says."""
+        """Hash of everything in the patch."""
         parts = (
             self.source_module,
             self.target_file,

@@ -240,7 +240,7 @@ def _expand(steps: dict[str, T], versions: list[str]) -> dict[str, T]:
 def _difference(
     name: str, symbol: Symbol | None, locked: str, version: str, locked_lines: list[str], download: bool
 ) -> str:
-    """The changed lines: a diff when the locked release's text can be had, else their numbers."""
+    """The changed lines: a diff if the locked release's text is available, else their numbers."""
     if symbol is None:
         return f"    {name} is gone"
     old = _locked_symbol(name, locked, locked_lines, download and locked != version)
@@ -255,12 +255,12 @@ def _difference(
         )
         return "\n".join(f"    {line}" for line in lines)
     changed = _changed_lines(locked_lines, symbol)
-    note = f"    (the text of {locked} is not at hand; these lines are new or changed)"
+    note = f"    (the text of {locked} is not available; these lines are new or changed)"
     return "\n".join([note, *(f"    line {number}: {text}" for number, text in changed)])
 
 
 def _locked_symbol(name: str, version: str, locked_lines: list[str], download: bool) -> Symbol | None:
-    """The symbol as it was locked, if the release can be had and still says what the lock says."""
+    """The symbol as it was locked, if the release is available and has the locked text."""
     module, _, symbol_name = name.partition(":")
     try:
         symbol = find_release(version, download=download).module(module).symbol(symbol_name)

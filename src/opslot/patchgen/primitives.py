@@ -105,8 +105,8 @@ class TextPrimitives:
     ) -> Any:
         """Add statements to a class's `__init__`.
 
-        They go to its end, before a final `self.post_init()`. A replacement that calls `original_init(...)` says
-        itself what goes before and what after upstream's body.
+        They go to its end, before a final `self.post_init()`. In a replacement that calls
+        `original_init(...)`, what is before that call goes before upstream's body, and the rest after it.
         """
 
         def add(obj: T) -> T:

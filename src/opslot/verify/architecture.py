@@ -63,7 +63,7 @@ class CheckOutcome:
 
     Attributes:
         name: of the check.
-        result: "passed", "failed", or "unsupported" where opslot says that the model cannot do it.
+        result: "passed", "failed", or "unsupported" where opslot does not support it for the model.
         detail: what was compared, what failed, or why it is not supported.
     """
 

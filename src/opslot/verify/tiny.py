@@ -173,7 +173,7 @@ def _widths(config: PreTrainedConfig) -> Iterator[int]:
 
 
 def _sizes_by_width(given: dict[str, Any], widths: frozenset[int], ratios: bool) -> dict[str, int]:
-    """Sizes that follow from a hidden size of the model: those that no rule knows, and with `ratios` all."""
+    """Sizes that follow from a hidden size of the model: those that no rule has, and with `ratios` all."""
     own = [given[name] for name in _WIDTHS if type(given.get(name)) is int and given[name]]
     found = {}
     for name, value in given.items():

@@ -7,8 +7,8 @@ import importlib
 import importlib.util
 from pathlib import Path
 
+from opslot.models.discovery.collected_forms import forms_digest
 from opslot.models.discovery.engine import discover
-from opslot.models.discovery.forms import forms_digest
 from opslot.models.discovery.supported import lock_digest, lost_slots, supported_architectures
 from opslot.patchgen import PatchConfig, PatchError
 from opslot.patchgen.materialization import check_replaceable
