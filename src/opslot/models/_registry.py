@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -72,9 +72,6 @@ class Registry:
 
     def __contains__(self, name: str) -> bool:
         return name in self._factories
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._factories))
 
 
 MODELING_REGISTRY = Registry("model_type")
