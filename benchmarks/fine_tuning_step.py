@@ -231,7 +231,7 @@ def _draw(model: Any, device: torch.device) -> None:
                 load(drawn(f"{path}.{name}", getattr(module, name)), device)
         names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-        materialize(model, device, None)
+        materialize(model, device)
         initialize(model, [], buffers)
         for name in names:
             draw_weight(name, model.get_parameter(name), 0, _STD)

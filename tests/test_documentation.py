@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opslot.cli import _parser
+from opslot.cli import _parser, main
 from opslot.trainer.config import RunConfig
 from opslot.trainer.parse import _leaf_types, load_config
 
@@ -62,6 +62,14 @@ def test_options_and_fields_exist():
 @pytest.mark.parametrize("file", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda file: file.stem)
 def test_configurations_are_read(file):
     assert load_config(file).train.output_dir
+
+
+def test_shown_output_of_discover_is_that_of_the_command(capsys):
+    shown = re.search(
+        r"```text\n\$ opslot (discover \w+)\n(.*?)```", (ROOT / "docs/architectures.md").read_text(), re.S
+    )
+    assert main(shown[1].split()) == 0
+    assert capsys.readouterr().out == shown[2]
 
 
 def test_quoted_messages_exist():

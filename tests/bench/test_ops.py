@@ -150,11 +150,11 @@ def test_check_that_times_out_or_kills_its_process_reports_it():
 
     class Workers:
         def run(self, function, checks, spoils, limit):
-            yield died, Lost("died")
+            yield died, Lost("exited")
             yield late, Lost(f"was not done after {limit:g} s")
 
     outcomes = run_checks([died, late], Workers())
-    assert outcomes[died] == "WRONG: the process that checked it died"
+    assert outcomes[died] == "WRONG: the process that checked it exited"
     assert outcomes[late] == "unchecked: its check was not done after 180 s"
     assert all(map(cannot_run, outcomes.values()))
 

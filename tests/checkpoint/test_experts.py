@@ -154,7 +154,7 @@ def test_convert_raises_for_invalid_tensors() -> None:
         converter.convert(f"{EXPERTS}.gate_up_proj", torch.zeros(2, 6, 7))
     with pytest.raises(CheckpointError, match="the model has 2 experts"):
         converter.convert(f"{EXPERTS}.2.up_proj.weight", torch.zeros(3, 5))
-    with pytest.raises(CheckpointError, match="weight is not an expert tensor of this model; check can_handle"):
+    with pytest.raises(CheckpointError, match="weight is not an expert tensor of this model\n  hint: call can_handle"):
         converter.convert("lm_head.weight", torch.zeros(3, 5))
 
 
@@ -202,7 +202,7 @@ def test_wrong_explicit_layout_raises() -> None:
     shapes = targets(2, 3, 5)
     with pytest.raises(CheckpointError, match="stacked, not transposed"):
         ExpertTensorConverter(shapes, "transposed").inspect(shapes)
-    with pytest.raises(ConfigError, match="'diagonal' is unknown; use one of per_expert, stacked, transposed"):
+    with pytest.raises(ConfigError, match="'diagonal' is unknown\n  hint: use one of per_expert, stacked, transposed"):
         ExpertTensorConverter(shapes, "diagonal")
 
 

@@ -288,9 +288,9 @@ def test_float32_parameters_get_float32_products(tmp_path: Path) -> None:
 
 def test_loaded_model_of_transformers_can_be_saved(tmp_path: Path) -> None:
     folder, plain = published_deepseek(tmp_path / "hub")
-    model = deepseek()
+    model = deepseek().bfloat16()
     model.config.quantization_config = FP8_CONFIG
-    load_weights(model, folder, dtype=torch.bfloat16)
+    load_weights(model, folder)
     save_weights(model, tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     saved = safetensors.torch.load_file(tmp_path / "saved" / "model.safetensors")

@@ -295,7 +295,7 @@ def test_videos_marked_as_images_have_the_features_of_videos():
     from opslot.verify.random_model import random_model
     from opslot.verify.tiny import tiny_config
 
-    model = random_model(tiny_config("glm4v"), 0).model
+    model = random_model(tiny_config("glm4v")).model
     grid = torch.tensor([[2, 4, 2], [1, 2, 2]])
     pixels = torch.rand(20, model.visual.patch_embed.proj.weight[0].numel())
     found = multimodal._videos_as_images({"pixel_values_videos": pixels, "video_grid_thw": grid}, ["video", "video"])

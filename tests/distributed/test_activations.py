@@ -13,7 +13,7 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.distributed import activations, destroy_parallel_state, init_parallel_state
 from opslot.distributed.activations import checkpoint_activations, is_saved
-from opslot.distributed.fsdp import parallelize
+from opslot.distributed.fsdp import shard_model
 from opslot.verify.architecture import tiny_config
 
 
@@ -96,7 +96,7 @@ def test_invalid_options_raise():
     model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
     with pytest.raises(ConfigError, match="activation_checkpointing is none"):
         checkpoint_activations(model, "none", offload=True)
-    with pytest.raises(ConfigError, match="is not one of none, full, selective"):
+    with pytest.raises(ConfigError, match="hint: use one of none, full, selective"):
         checkpoint_activations(model, "half")
 
 
@@ -132,7 +132,7 @@ def test_inputs_are_cast_before_a_checkpoint_around_hooks(mode, monkeypatch):
     monkeypatch.setattr(FSDPState, "_cast_forward_inputs", lambda self, args, kwargs: (args, kwargs))
     state = init_parallel_state(device_type="cpu", group_of_one=True)
     try:
-        model = parallelize(
+        model = shard_model(
             Layers(), state, layers=["OuterCheckpoint"], param_dtype=torch.bfloat16, activation_checkpointing=mode
         )
         model(torch.randn(2, 4)).sum().backward()

@@ -1,19 +1,13 @@
 """`parallelize(compile=True)`: steps with compiled layers equal steps without, on one process and on two."""
 
 import functools
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
 
 SIZES = {"fsdp": {}, "sp": {"sp": 2}, "ep": {"ep": 2}}
 

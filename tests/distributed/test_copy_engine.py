@@ -4,8 +4,6 @@ Memory-mapped files replace the memory of peer GPUs; `test_multigpu.py` runs the
 """
 
 import contextlib
-import importlib.util
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,12 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from opslot._base.errors import ConfigError
-from opslot.distributed import copy_engine, gradient_sync, init_parallel_state, parallelize
-
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from opslot.distributed import copy_engine, gradient_sync, init_parallel_state, shard_model
+from tests.distributed import tiny
 
 
 class MappedMemory:
@@ -103,7 +97,7 @@ def gradients(accumulated):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         with mapped_memory() as sent:
-            parallelize(model, state, layers=["Linear"], param_dtype=torch.bfloat16, copy_engine=engine)
+            shard_model(model, state, layers=["Linear"], param_dtype=torch.bfloat16, copy_engine=engine)
             for i in range(accumulated):
                 with gradient_sync(model, i == accumulated - 1):
                     model(torch.randn(5, 8)).square().sum().backward()
@@ -125,7 +119,7 @@ def test_single_pass_gradients_are_sent_in_param_dtype(ranks, accumulated):
 def error_messages():
     state = init_parallel_state(device_type="cpu")
     try:
-        parallelize(nn.Sequential(nn.Linear(8, 8)), state, layers=["Linear"], copy_engine=True)
+        shard_model(nn.Sequential(nn.Linear(8, 8)), state, layers=["Linear"], copy_engine=True)
     except ConfigError as error:
         return str(error)
 

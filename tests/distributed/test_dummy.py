@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from opslot.distributed import dummy_forward, init_parallel_state, parallelize
+from opslot.distributed import dummy_forward, init_parallel_state, shard_model
 
 
 class Block(nn.Module):
@@ -67,7 +67,7 @@ def gradients(model):
 def on_ranks(frozen, param_dtype):
     state = init_parallel_state(device_type="cpu")
     model, batches = model_and_batches(frozen)
-    parallelize(model, state, layers=["Block", "Encoder"], param_dtype=param_dtype)
+    shard_model(model, state, layers=["Block", "Encoder"], param_dtype=param_dtype)
     model(*batches[state.rank % 2]).pow(2).sum().backward()
     return {name: grad.tolist() for name, grad in gradients(model).items()}
 

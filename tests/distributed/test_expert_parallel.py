@@ -258,5 +258,5 @@ def test_each_rank_keeps_only_its_experts(ranks):
 
 
 def test_indivisible_experts_raise_with_fitting_sizes(ranks, rank_failed):
-    with pytest.raises(rank_failed, match=r"ep=2 does not divide the 3 experts of layers.0.*would: 1, 3"):
+    with pytest.raises(rank_failed, match=r"ep=2 does not divide the 3 experts of layers.0.*\n  hint: use one of 1, 3"):
         ranks.run(applied, 3)

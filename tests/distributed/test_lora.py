@@ -1,20 +1,12 @@
 """PEFT's adapters on two ranks: the same losses and gradient norms as in one process."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from opslot.distributed import clip_grad_norm, get_parallel_state, init_parallel_state, shard_sequence
 from opslot.models.parallelize import parallelize
-
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
 
 
 def train(name, sizes):

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
-
-pytest.importorskip("transformers")
-
 from transformers import AutoConfig
 
 import opslot
 from opslot.distributed import init_parallel_state
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
+from tests.distributed.tiny import assert_gradients_close, gradients
 
 TEXT = {
     "vocab_size": 128,
@@ -66,16 +63,6 @@ def step(model, batch):
     loss.backward()
 
 
-def gradients(model):
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            grad = parameter.grad
-            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            found[name] = (torch.zeros(parameter.shape) if grad is None else grad).tolist()
-    return found
-
-
 def freeze(model, frozen):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and ("visual" in name or "vision" in name)))
@@ -106,10 +93,7 @@ def test_ranks_with_different_modalities(ranks, name, frozen, first):
     for inputs in batches()[first : first + 2]:
         step(model, inputs)
     expected = gradients(model)
-    for found in ranks.run(on_ranks, name, frozen, first):
-        assert found.keys() == expected.keys()
-        for key, grad in found.items():
-            torch.testing.assert_close(torch.tensor(grad), torch.tensor(expected[key]), atol=1e-5, rtol=1e-4, msg=key)
+    assert_gradients_close(ranks.run(on_ranks, name, frozen, first), expected)
 
 
 # Models whose towers have no known smallest input.
@@ -117,7 +101,7 @@ WITHOUT_DUMMY = ("mllama", "fuyu", "qwen2_audio")
 
 
 def build_without_dummy(name):
-    model = random_model(tiny_config(name), 0).eval()
+    model = random_model(tiny_config(name)).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("_gate"):
             # Initialized with 0, which would switch the layer off.
@@ -177,10 +161,7 @@ def test_tower_without_smallest_input(ranks, name, checkpointing):
         for inputs in (batch([5, 6, 7, 8]), media_batch(model)):
             scaled_step(model, inputs)
     expected = gradients(model)
-    for found in ranks.run(on_ranks_without_dummy, name, checkpointing):
-        assert found.keys() == expected.keys()
-        for key, grad in found.items():
-            torch.testing.assert_close(torch.tensor(grad), torch.tensor(expected[key]), atol=1e-5, rtol=1e-4, msg=key)
+    assert_gradients_close(ranks.run(on_ranks_without_dummy, name, checkpointing), expected)
 
 
 def test_audio_and_visual_towers_run_without_input():

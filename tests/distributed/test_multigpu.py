@@ -5,9 +5,6 @@ one GPU, plus eps, like the tolerance of kernels (`opslot.verify.parity`).
 """
 
 import functools
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +12,7 @@ import torch
 from opslot._base.device import facts_of
 from opslot._base.errors import ConfigError
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
-
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.multigpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more CUDA GPUs, found {GPUS}")]

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import opslot
 from opslot.data.rope_positions import RopePositions
 from opslot.distributed import init_parallel_state, shard_sequence
@@ -15,8 +13,8 @@ from opslot.verify.tiny import tiny_config
 
 def build(name, ops="auto"):
     config = tiny_config(name)
-    model = random_model(config, 0).eval()
-    batches = dict(media_samples(model, 0).batches)
+    model = random_model(config).eval()
+    batches = dict(media_samples(model).batches)
     batches["packed"] = pack(RopePositions(config, type(model).__name__), [batches["image"], batches["text"]])
     opslot.apply(model, ops)
     return model, batches

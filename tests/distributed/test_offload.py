@@ -6,7 +6,7 @@ from torch import nn
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.distributed import init_parallel_state, parallelize
+from opslot.distributed import init_parallel_state, shard_model
 
 
 class Layer(nn.Linear):
@@ -18,7 +18,7 @@ def losses(device, moved):
     torch.manual_seed(0)
     model = nn.Sequential(Layer(8, 8), nn.LayerNorm(8), Layer(8, 1)).to(device)
     if state is not None:
-        parallelize(model, state, layers=["Layer"])
+        shard_model(model, state, layers=["Layer"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for _ in range(3):

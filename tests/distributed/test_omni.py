@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from opslot.distributed import init_parallel_state
 from opslot.models import build_foundation_model
 from opslot.models.parallelize import parallelize
+from tests.distributed.tiny import assert_gradients_close, gradients
 from tests.omni import CONFIGS, inputs
 
 KINDS = [(), ("audio",), ("image", "audio")]
@@ -22,15 +22,6 @@ def step(model, batch):
     loss = model(**batch, num_items_in_batch=torch.tensor(20), use_cache=False).loss
     loss.backward()
     return loss
-
-
-def gradients(model):
-    found = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        found[name] = (torch.zeros(parameter.shape) if grad is None else grad).tolist()
-    return found
 
 
 def on_ranks(name, first, sizes):
@@ -54,7 +45,4 @@ def test_ranks_with_different_modalities(ranks, name, first, sizes):
     for kinds in KINDS[first : first + 2]:
         step(model, inputs(name, kinds))
     expected = gradients(model)
-    for found in ranks.run(on_ranks, name, first, sizes):
-        assert found.keys() == expected.keys()
-        for key, grad in found.items():
-            torch.testing.assert_close(torch.tensor(grad), torch.tensor(expected[key]), atol=1e-5, rtol=1e-4, msg=key)
+    assert_gradients_close(ranks.run(on_ranks, name, first, sizes), expected)

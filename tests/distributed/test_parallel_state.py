@@ -63,14 +63,14 @@ def test_valid_sizes():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"sp": 3}, r"sp=3 does not divide the 8 processes; sizes that would: 1, 2, 4, 8"),
-        ({"sp": 2, "ep": 3}, r"ep=3 does not divide the 8 ranks of dp_shard=4 x sp=2; sizes that would: 1, 2, 4, 8"),
+        ({"sp": 3}, r"sp=3 does not divide the 8 processes\n  hint: use one of 1, 2, 4, 8"),
+        ({"sp": 2, "ep": 3}, r"ep=3 does not divide the 8 ranks of dp_shard=4 x sp=2\n  hint: use one of 1, 2, 4, 8"),
         ({"dp_replicate": 2, "ep": 8}, r"ep=8 does not divide the 4 ranks"),
-        ({"dp_replicate": 3}, r"dp_replicate=3 does not divide the 8 ranks.*1, 2, 4, 8"),
+        ({"dp_replicate": 3}, r"dp_replicate=3 does not divide the 8 ranks.*\n  hint: use one of 1, 2, 4, 8"),
         ({"dp_shard": 3}, r"is 3, but there are 8 processes\n  hint: set dp_shard to 8, leave it out, or start 3"),
-        ({"sp": 0}, r"sp=0 must be a whole number, at least 1"),
-        ({"ep": "2"}, r"ep='2' must be a whole number, at least 1"),
-        ({"dp_shard": 4.0}, r"dp_shard=4\.0 must be a whole number"),
+        ({"sp": 0}, r"sp=0 is not a number of ranks\n  hint: use a whole number, at least 1"),
+        ({"ep": "2"}, r"ep='2' is not a number of ranks"),
+        ({"dp_shard": 4.0}, r"dp_shard=4\.0 is not a number of ranks"),
     ],
 )
 def test_invalid_sizes_raise_with_fitting_sizes(sizes, message):

@@ -1,8 +1,6 @@
 """Re-binding a parallelized model keeps the parallel wrappers of its kernels."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +8,7 @@ import torch
 import opslot
 from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
-
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
 
 FUSED_LOSS = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
 

@@ -1,9 +1,5 @@
 """Linear attention on two sequence-parallel ranks compared with one process."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,11 +7,7 @@ from opslot.distributed import ShardedConvolution, UlyssesDeltaRule, UlyssesScan
 from opslot.ops.causal_conv1d.op import reference as convolve
 from opslot.ops.chunk_gated_delta_rule.op import reference as delta_rule
 from opslot.ops.mamba_chunk_scan.op import reference as scan
-
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
 
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -194,7 +186,7 @@ def indivisible_scan():
 
     config = tiny_config("nemotron_h")
     config.mamba_num_heads, config.n_groups = 3, 1
-    model = random_model(config, 0)
+    model = random_model(config)
     opslot.apply(model)
     parallelize(model, init_parallel_state(device_type="cpu", sp=2))
 

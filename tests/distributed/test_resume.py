@@ -1,16 +1,9 @@
 """Resume a checkpoint on another mesh: the losses equal those of an uninterrupted run."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -1,16 +1,9 @@
 """Five steps on two ranks compared with one process: losses and gradient norms, for all axes."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
 
 # With and without biases and norms of heads. Other architectures have the slots of Qwen3 (tests/models).
 DENSE = ["qwen2", "qwen3"]

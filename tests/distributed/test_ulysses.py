@@ -110,7 +110,9 @@ def test_key_value_heads_are_repeated_until_they_divide(heads, kv_heads, sp, rep
 
 @pytest.mark.parametrize(("heads", "kv_heads", "sp"), [(6, 2, 4), (12, 4, 8)])
 def test_indivisible_heads_raise_with_fitting_sizes(heads, kv_heads, sp):
-    with pytest.raises(ConfigError, match=rf"sp={sp} does not divide {heads} query heads.*would: 1, 2, 3?"):
+    with pytest.raises(
+        ConfigError, match=rf"sp={sp} does not divide {heads} query heads.*\n  hint: use one of 1, 2, 3?"
+    ):
         kv_repeats(heads, kv_heads, sp)
 
 

@@ -176,3 +176,21 @@ def _restore(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> int:
     dcp.load(tensors, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return int(tensors["step"])
+
+
+def gradients(model: Any) -> dict[str, list[Any]]:
+    """The whole gradients of the parameters that are trained; zeros where there is none."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            grad = parameter.grad
+            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            found[name] = (torch.zeros(parameter.shape) if grad is None else grad).tolist()
+    return found
+
+
+def assert_gradients_close(of_ranks: list[dict[str, list[Any]]], expected: dict[str, list[Any]]) -> None:
+    for found in of_ranks:
+        assert found.keys() == expected.keys()
+        for name, grad in found.items():
+            torch.testing.assert_close(torch.tensor(grad), torch.tensor(expected[name]), atol=1e-5, rtol=1e-4, msg=name)

@@ -11,16 +11,11 @@ from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
 from opslot.ops.attention import masks, op
 from opslot.slots import KernelSpec
+from tests.models.sizes import SIZES as COMMON
 
 SIZES = {
+    **COMMON,
     "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
     "eos_token_id": 1,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
@@ -144,7 +139,7 @@ def test_mask_passed_to_a_model_inside_that_makes_masks_again():
     from opslot.verify.random_model import random_model
     from opslot.verify.tiny import tiny_config
 
-    upstream = random_model(tiny_config("molmo2"), 0).eval()
+    upstream = random_model(tiny_config("molmo2")).eval()
     model = copy.deepcopy(upstream)
     opslot.apply(model, "auto")
     ids = torch.randint(3, 50, (1, 20), generator=torch.Generator().manual_seed(0))

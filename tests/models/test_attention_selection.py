@@ -11,17 +11,7 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.verify.random_model import random_ids, random_model, whole_batch
 from opslot.verify.tiny import tiny_config
-
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
+from tests.models.sizes import SIZES
 
 
 def config_of(name="qwen3"):
@@ -132,7 +122,7 @@ def test_named_loss_without_a_slot_raises():
 
 def test_sub_models_get_their_own_attention():
     """The language model of InternVL gets a kernel, its vision tower keeps what Transformers runs."""
-    model = random_model(tiny_config("internvl"), 0)
+    model = random_model(tiny_config("internvl"))
     report = opslot.apply(model, "auto", device="cpu")
     text, tower = type(model.model.language_model).__name__, type(model.model.vision_tower).__name__
     rows = {row.slot: (row.chosen, row.runs) for row in report if row.op == "attention"}
@@ -186,7 +176,7 @@ def test_override_of_all_attention_of_a_model(glob):
 
 
 def test_override_of_one_submodel():
-    model = random_model(tiny_config("qwen3_vl"), 0)
+    model = random_model(tiny_config("qwen3_vl"))
     report = opslot.apply(model, {"overrides": {"model.visual.*": {"attn_implementation": "eager"}}})
     found = {row.variant: row.chosen for row in report if row.op == "attention"}
     assert found == {"bidirectional": "eager", "causal": "sdpa"}
@@ -213,8 +203,8 @@ def test_named_override_without_a_match_raises():
 def test_dropout_of_any_name_is_known(arch, field):
     config = tiny_config(arch)
     setattr(config, field, 0.1)
-    model = random_model(config, 0)
+    model = random_model(config)
     with pytest.raises(ConfigError, match=r"has no dropout, this model's attention_dropout is 0\.1"):
         opslot.apply(model, {"preset": "eager", "attn_implementation": "triton"}, device="cpu")
     opslot.apply(model, "auto", device="cpu")
-    model(**whole_batch(random_ids(config, 0))).loss.backward()
+    model(**whole_batch(random_ids(config))).loss.backward()

@@ -35,7 +35,7 @@ def test_packed_documents_equal_the_documents_alone(arch):
 @pytest.fixture(scope="module")
 def deepseek_v4():
     config = tiny_config("deepseek_v4")
-    model = random_model(config, 0).eval()
+    model = random_model(config).eval()
     opslot.apply(model)
     return config, model
 
@@ -48,7 +48,7 @@ def test_explain_names_the_modules_that_run_for_each_document(deepseek_v4):
 
 def test_documents_are_known_by_positions_alone_and_with_gradient_checkpointing(deepseek_v4):
     config, model = deepseek_v4
-    (packed,), _ = packed_batches(random_ids(config, 0))
+    (packed,), _ = packed_batches(random_ids(config))
     wanted = train_step(model, [packed])
     positions = {name: x for name, x in packed.items() if not name.startswith(("cu_seq_lens", "max_length"))}
     assert not worst_difference(train_step(model, [positions]), wanted)
@@ -123,7 +123,7 @@ def test_modules_that_do_not_mix_tokens_run_once():
 
 
 def test_experts_inside_raise_with_expert_parallelism():
-    model = random_model(tiny_config("mixtral"), 0)
+    model = random_model(tiny_config("mixtral"))
     opslot.apply(model)
     plan = parallel_plan(model)
     layer = type(model.model.layers[0])
@@ -134,13 +134,13 @@ def test_experts_inside_raise_with_expert_parallelism():
 
 def test_ranks_with_different_numbers_of_documents_equal_one_process():
     config = tiny_config("deepseek_v4")
-    ids = random_ids(config, 0)
+    ids = random_ids(config)
     batches = [[documents_of(ids[:1], (12, 8))], [documents_of(ids[1:], (3, 5, 9, 3))]]
-    model = random_model(config, 0).eval()
+    model = random_model(config).eval()
     opslot.apply(model)
     wanted = train_step(model, [batch for own in batches for batch in own])
     with Processes(2) as processes:
-        found = two_process_step("fsdp", config, "auto", 0, processes, batches)
+        found = two_process_step("fsdp", config, "auto", processes, batches)
     assert found.values is not None, found.error
     assert not worst_difference({name: torch.as_tensor(value) for name, value in found.values.items()}, wanted)
 

@@ -4,12 +4,10 @@ Bound to eager, loss and gradients are equal bit for bit; under auto they are wi
 """
 
 import copy
-import importlib.util
 import io
 import pickle
 import random
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,25 +17,10 @@ from transformers import AutoConfig
 import opslot
 from opslot._base.device import DeviceFacts
 from opslot.slots import binding_of
-
-_spec = importlib.util.spec_from_file_location(
-    "opslot_test_tiny", Path(__file__).parents[1] / "distributed" / "tiny.py"
-)
-tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
-if not hasattr(tiny, "train"):
-    _spec.loader.exec_module(tiny)
+from tests.distributed import tiny
+from tests.models.sizes import SIZES
 
 CLASSES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "gemma2": "Gemma2ForCausalLM"}
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
 MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 BATCH = torch.randint(1, 61, (2, 13), generator=torch.Generator().manual_seed(3))
 

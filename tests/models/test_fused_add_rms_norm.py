@@ -15,6 +15,7 @@ import opslot
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import CPU
 from opslot.slots import KernelRequest
+from tests.models.sizes import SIZES
 
 TRITON = {"rms_norm_implementation": "triton"}
 EAGER_REST = {
@@ -22,16 +23,6 @@ EAGER_REST = {
     "rotary_pos_emb_implementation": "eager",
     "cross_entropy_loss_implementation": "eager",
     "attn_implementation": "eager",
-}
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
 }
 
 

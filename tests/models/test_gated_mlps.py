@@ -9,17 +9,8 @@ from transformers import AutoConfig
 import opslot
 from opslot._base.device import DeviceFacts
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, walk_slots
+from tests.models.sizes import SIZES
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
 # model type -> (further fields, the variant of its MLPs, the launches of each)
 MODELS = {
     "gemma": ({}, "standard"),

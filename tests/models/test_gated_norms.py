@@ -26,11 +26,11 @@ def test_gated_norms_compute_what_the_model_does(arch, variant, changes):
     config = tiny_config(arch)
     for name, value in changes.items():
         setattr(config, name, value)
-    original = random_model(config, 0)
+    original = random_model(config)
     model = copy.deepcopy(original)
     opslot.apply(model, {"preset": "eager", "rms_norm_gated_implementation": "triton"})
     rows = [row for row in opslot.explain(model) if row.op == "rms_norm" and row.variant == variant]
     assert rows
     assert {row.chosen for row in rows} == {"triton"}
-    batch = [whole_batch(random_ids(config, 0))]
+    batch = [whole_batch(random_ids(config))]
     assert worst_difference(train_step(model, batch), train_step(original, batch)) == ""

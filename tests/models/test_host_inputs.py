@@ -8,9 +8,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers")
-
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,

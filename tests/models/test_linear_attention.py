@@ -13,16 +13,11 @@ import opslot
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify.random_model import packed_batches, random_ids, random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
+from tests.models.sizes import SIZES as COMMON
 
 SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    **COMMON,
     "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
@@ -31,7 +26,6 @@ SIZES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
-    "pad_token_id": 0,
 }
 ARCHITECTURES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
 DOCUMENTS = [7, 1, 12, 20]
@@ -206,10 +200,10 @@ def test_layer_compiles_with_fullgraph():
 @pytest.mark.parametrize("ops", ["eager", "auto"])
 def test_packed_documents_of_kimi_delta_attention(ops):
     config = tiny_config("kimi_linear")
-    model = random_model(config, 0)
+    model = random_model(config)
     opslot.apply(model, ops)
     assert "chunk_gated_delta_rule/per_channel" in {f"{row.op}/{row.variant}" for row in opslot.explain(model).rows}
-    packed_ids, alone = packed_batches(random_ids(config, 0))
+    packed_ids, alone = packed_batches(random_ids(config))
     assert worst_difference(train_step(model, packed_ids), train_step(model, alone)) == ""
 
 
@@ -218,8 +212,8 @@ def test_packed_documents_of_kimi_delta_attention(ops):
 def test_triton_kernel_of_kimi_delta_attention(arch):
     """Loss and gradients equal those of torch's code, of packed documents too."""
     config = tiny_config(arch)
-    model = random_model(config, 0)
-    packed_ids, alone = packed_batches(random_ids(config, 0))
+    model = random_model(config)
+    packed_ids, alone = packed_batches(random_ids(config))
     opslot.apply(model, {"chunk_gated_delta_rule_implementation": "torch_chunked"})
     expected = train_step(model, alone)
     opslot.apply(model, {"chunk_gated_delta_rule_implementation": "triton"})

@@ -27,7 +27,7 @@ def model_of(name, arch):
 
 
 def batch_of(model):
-    ids = random_ids(model.config, 0)
+    ids = random_ids(model.config)
     labels = ids.clone()
     labels[0, 3:7] = -100
     return {"input_ids": ids, "labels": labels}

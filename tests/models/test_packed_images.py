@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("transformers")
-
 import opslot
 from opslot.data.rope_positions import RopePositions
 from opslot.models._modalities import keep_documents_from_towers
@@ -14,8 +12,8 @@ from opslot.verify.tiny import tiny_config
 
 def build(name):
     config = tiny_config(name)
-    model = random_model(config, 0).eval()
-    samples = media_samples(model, 0)
+    model = random_model(config).eval()
+    samples = media_samples(model)
     return model, packed_samples(RopePositions(config, type(model).__name__), samples)
 
 

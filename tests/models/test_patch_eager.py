@@ -15,6 +15,7 @@ import torch
 from opslot.patchgen.engine import generate
 from opslot.patchgen.materialization import find_patch
 from opslot.patchgen.source import installed_release
+from tests.models.sizes import SIZES as COMMON
 
 ARCHS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "seed_oss": "SeedOss", "qwen3_moe": "Qwen3Moe"}
 SLOTS = {
@@ -34,15 +35,10 @@ SLOTS = {
 COMPARED = ["qwen3", "qwen3_moe"]
 HEADS = ["ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
 TINY = {
+    **COMMON,
     "vocab_size": 67,
-    "hidden_size": 32,
     "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
     "max_position_embeddings": 64,
-    "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }

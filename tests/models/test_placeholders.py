@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from opslot.data.rope_positions import RopePositions
 from opslot.models._placeholders import PlaceholderCheck
 from opslot.verify.media import media_samples
@@ -14,8 +12,8 @@ from opslot.verify.tiny import tiny_config
 
 def sample_of(name):
     """Tokens and features of a sample with images, and the check of the model."""
-    model = random_model(tiny_config(name), 0)
-    sample = dict(media_samples(model, 0).batches["image"])
+    model = random_model(tiny_config(name))
+    sample = dict(media_samples(model).batches["image"])
     sample.pop("labels")
     return sample.pop("input_ids")[0], sample, PlaceholderCheck(RopePositions(model.config, type(model).__name__))
 

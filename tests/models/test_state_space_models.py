@@ -29,17 +29,17 @@ def test_packed_documents_of_other_hybrids(arch):
 @pytest.mark.parametrize("arch", ["bamba", "mamba2", "minimax"])
 def test_eager_separates_packed_documents(arch):
     config = tiny_config(arch)
-    model = random_model(config, 0)
+    model = random_model(config)
     opslot.apply(model, "eager")
-    packed, alone = packed_batches(random_ids(config, 0))
+    packed, alone = packed_batches(random_ids(config))
     assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
 
 
 def test_named_kernels_serve_packed_documents():
     config = tiny_config("bamba")
-    model = random_model(config, 0)
+    model = random_model(config)
     opslot.apply(model, {"causal_conv1d_implementation": "triton", "mamba_chunk_scan_implementation": "triton"})
-    packed, alone = packed_batches(random_ids(config, 0))
+    packed, alone = packed_batches(random_ids(config))
     assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
 
 
@@ -55,7 +55,7 @@ def decoded(model, ids):
 @pytest.mark.parametrize("arch", ["bamba", "minimax"])
 def test_decoding_with_a_cache_equals_transformers(arch):
     config = tiny_config(arch)
-    model, ids = random_model(config, 0).eval(), random_ids(config, 0)
+    model, ids = random_model(config).eval(), random_ids(config)
     expected = decoded(model, ids)
     for ops in ("eager", "auto"):
         opslot.apply(model, ops)
@@ -78,7 +78,7 @@ def test_bound_kernels_and_documents_replace_the_fused_mixer_of_mamba_ssm(monkey
 
     monkeypatch.setattr(generated, "mamba2_split_conv1d_scan_combined", fused)
     config = tiny_config("bamba")
-    model, ids = random_model(config, 0), random_ids(config, 0)
+    model, ids = random_model(config), random_ids(config)
     others = {"causal_conv1d_implementation": "eager", "mamba_chunk_scan_implementation": "eager"}
     opslot.apply(model, others)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -93,7 +93,7 @@ def test_bound_kernels_and_documents_replace_the_fused_mixer_of_mamba_ssm(monkey
 
 
 def test_mixer_compiles_with_fullgraph():
-    model = random_model(tiny_config("mamba2"), 0)
+    model = random_model(tiny_config("mamba2"))
     opslot.apply(model, {"causal_conv1d_implementation": "triton", "mamba_chunk_scan_implementation": "triton"})
     mixer = model.backbone.layers[0].mixer
     hidden_states = torch.randn(1, 20, mixer.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -106,9 +106,9 @@ def test_mixer_compiles_with_fullgraph():
 
 def test_documents_are_known_by_positions_alone():
     config = tiny_config("minimax")
-    model = random_model(config, 0)
+    model = random_model(config)
     opslot.apply(model)
-    packed, alone = packed_batches(random_ids(config, 0))
+    packed, alone = packed_batches(random_ids(config))
     packed = [{n: x for n, x in packed[0].items() if not n.startswith(("cu_seq", "max_length"))}]
     assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
     opslot.restore(model)
@@ -116,7 +116,7 @@ def test_documents_are_known_by_positions_alone():
 
 
 def test_flops_of_lightning_attention():
-    model = random_model(tiny_config("minimax"), 0)
+    model = random_model(tiny_config("minimax"))
     mixers = [module for module in model.modules() if hasattr(module, "slope_rate")]
     expected = sum(4 * m.num_attention_heads * m.head_dim**2 for m in mixers)
     assert mixers
@@ -124,7 +124,7 @@ def test_flops_of_lightning_attention():
 
 
 def test_flops_of_the_scan():
-    model = random_model(tiny_config("bamba"), 0)
+    model = random_model(tiny_config("bamba"))
     count = opslot.count_flops(model, [16])
     assert count.uncounted == ()
     mixers = [module for module in model.modules() if hasattr(module, "ssm_state_size")]
@@ -143,9 +143,9 @@ def test_packed_documents_of_mamba_1(arch):
     assert [found[check].result for check in ("auto", "packed")] == ["passed", "passed"], str(found)
     assert "mamba_chunk_scan/per_channel" in str(found.kernels)
     config = tiny_config(arch)
-    model = random_model(config, 0)
+    model = random_model(config)
     opslot.apply(model, "eager")
-    packed, alone = packed_batches(random_ids(config, 0))
+    packed, alone = packed_batches(random_ids(config))
     assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
 
 
@@ -154,8 +154,8 @@ def test_packed_documents_of_mamba_1(arch):
 def test_triton_scan_of_mamba_1(arch):
     """Loss and gradients equal those of torch's code, of packed documents too."""
     config = tiny_config(arch)
-    model = random_model(config, 0)
-    packed, alone = packed_batches(random_ids(config, 0))
+    model = random_model(config)
+    packed, alone = packed_batches(random_ids(config))
     opslot.apply(model, {"mamba_chunk_scan_implementation": "torch_chunked"})
     expected = train_step(model, alone)
     opslot.apply(model, {"mamba_chunk_scan_implementation": "triton"})

@@ -17,8 +17,8 @@ from opslot.checkpoint import save_weights
 from opslot.distributed import ParallelPlan
 from opslot.models import _registry, register_architecture
 from opslot.models._registry import ARCHITECTURES, MODELING_REGISTRY, Registry, find_architecture
+from opslot.models.discovery import collected_forms as collected
 from opslot.models.discovery import finder, register_forms
-from opslot.models.discovery import forms as collected
 from opslot.models.parallelize import parallel_plan
 from opslot.patchgen import PatchConfig, PatchError
 

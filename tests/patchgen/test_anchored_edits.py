@@ -216,7 +216,7 @@ def test_replacing_an_expression_by_statements_raises(rewrite, patch):
 
 def test_pattern_with_invalid_syntax_raises(rewrite, patch):
     patch.replace("Layer.forward", "self.up(", "x")
-    with pytest.raises(PatchError, match="neither an expression nor statements"):
+    with pytest.raises(PatchError, match="a pattern is not Python code"):
         rewrite(LAYER, patch)
 
 

@@ -81,7 +81,7 @@ def test_patch_error_is_one_message(capsys, tmp_path, monkeypatch):
             ["llamma"],
             "'llamma' is neither an architecture with slots nor an importable module\n  hint: similar",
         ),
-        (["json"], "json has to have one PatchConfig, found 0"),
+        (["json"], "json is not a patch module\n  found: 0 PatchConfigs"),
         (["llama", "--transformers", "five"], "'five' is not a Transformers version"),
         (["llama", "-o", "/dev/null/x"], "cannot write /dev/null/x/modeling_llama.py"),
     ],

@@ -112,7 +112,7 @@ def test_drift_without_the_old_text_shows_new_lines(patch, locked, releases, tmp
     (tmp_path / "cache/transformers/9.0.0").rename(tmp_path / "gone")
     changed = SOURCE.replace("y = x.float()", "y = x.double()\n            y = y + 1")
     text = report(patch, releases(changed, "9.1.0"), locked)
-    assert "the text of 9.0.0 is not at hand" in text
+    assert "the text of 9.0.0 is not available" in text
     assert text.endswith("    line 13:     y = x.double()\n    line 14:     y = y + 1")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import importlib
 import importlib.util
 import inspect
@@ -11,13 +14,15 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import opslot.generated  # noqa: F401
-from opslot.patchgen import PatchConfig, PatchError, Slot, cache, materialize, register_patch
+from opslot.patchgen import PatchConfig, PatchError, Slot, cache, engine, materialize, register_patch
 from opslot.patchgen.materialization import cache_key, find_patch, known_archs, require_patch
 
 TOY = '''
@@ -120,7 +125,7 @@ def test_full_disk_raises(make_release, toy, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(PatchError, match="No space left on device; set OPSLOT_CACHE"):
+    with pytest.raises(PatchError, match=r"found: No space left on device\n  hint: set OPSLOT_CACHE"):
         materialize("toy", toy, make_release(TOY))
 
 
@@ -217,8 +222,53 @@ def test_concurrent_processes_with_an_empty_cache(own_cache):
     paths = {process.communicate(timeout=60)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0] * 2
     assert len(paths) == 1
-    files = [path for path in own_cache.rglob("*") if path.is_file()]
+    files = [path for path in own_cache.rglob("*.py") if path.is_file()]
     assert [str(path) for path in files] == list(paths)
+
+
+def test_second_process_waits_for_the_first_and_reads_its_module(make_release, toy, monkeypatch):
+    made, started, generate = [], threading.Event(), engine.generate
+
+    def slow(*arguments):
+        made.append(arguments)
+        started.set()
+        time.sleep(0.2)
+        return generate(*arguments)
+
+    monkeypatch.setattr(engine, "generate", slow)
+    release = make_release(TOY)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(materialize, "toy", toy, release)
+        started.wait()
+        assert materialize("toy", toy, release) == first.result()
+    assert len(made) == 1
+
+
+def test_lock_of_a_killed_process_is_free(make_release, toy, own_cache):
+    folder = own_cache / "generated" / "toy"
+    run(
+        "import os; from pathlib import Path; from opslot.patchgen.cache import locked;"
+        f"locked(Path({str(folder)!r})).__enter__(); os._exit(0)"
+    )
+    assert (folder / ".lock").is_file()
+    begun = time.monotonic()
+    assert materialize("toy", toy, make_release(TOY)).is_file()
+    assert time.monotonic() - begun < cache._LOCK_SECONDS / 2
+
+
+@pytest.mark.parametrize("obstacle", ["the file system has no locks", "held by another process", "unwritable"])
+def test_module_is_generated_without_the_lock(make_release, toy, own_cache, monkeypatch, obstacle):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.1)
+    if obstacle.endswith("no locks"):
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    elif obstacle == "unwritable":
+        (own_cache / "generated" / "toy" / ".lock").mkdir(parents=True)
+    held = obstacle.startswith("held")
+    with cache.locked(own_cache / "generated" / "toy") if held else contextlib.nullcontext():
+        assert materialize("toy", toy, make_release(TOY)).is_file()
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ def test_slot_calls_outside_a_class_raise(rewrite, patch):
 
 def test_slot_outside_a_method_raises(patch):
     slot = Slot("rms_norm")
-    with pytest.raises(PatchError, match=r"has to sit in a method, `Class\.method`; got 'norm'"):
+    with pytest.raises(PatchError, match=r"has to sit in a method, `Class\.method`\n  found: 'norm'"):
         patch.slot_method("norm", slot, args="x")
     with pytest.raises(PatchError, match="has to sit in a method"):
         patch.replace("norm", "x", "y", slot=slot)
@@ -419,7 +419,7 @@ def test_slot_loss_of_other_computations_raises(rewrite, patch, line, other, rea
 
 
 def test_slot_loss_of_an_unknown_form_raises(patch):
-    with pytest.raises(PatchError, match="not 'regression'"):
+    with pytest.raises(PatchError, match="no form of the variant 'regression'"):
         patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "regression"))
 
 
@@ -444,7 +444,7 @@ def test_two_slots_on_one_method_raise(rewrite, patch):
     patch.slot_method("Norm.forward", Slot("rms_norm"), args="x")
     patch.slot_method("Norm.forward", Slot("other"), args="x")
     with pytest.raises(
-        PatchError, match=r"claim one place: `slot rms_norm/standard .*` .* and `slot other/standard .*`"
+        PatchError, match=r"edit the same code\n  found: `slot rms_norm/standard .*` .* and `slot other/standard .*`"
     ):
         rewrite(NORM, patch)
 

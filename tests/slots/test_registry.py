@@ -59,7 +59,7 @@ def test_failing_factory_raises(toy):
 def test_kernel_passed_as_factory_raises_with_hint(toy):
     with pytest.raises(KernelError, match=r"(?s)missing 1 required .*pass `lambda: kernel`"):
         KERNEL_REGISTRY.register(KernelSpec("itself", toy.name, "standard", right))
-    with pytest.raises(ConfigError, match=r"its factory gave None; it must return the kernel"):
+    with pytest.raises(ConfigError, match=r"its factory gave no function\n  found: None\n  hint: return the kernel"):
         KERNEL_REGISTRY.register(KernelSpec("nothing", toy.name, "standard", lambda: None))
 
 

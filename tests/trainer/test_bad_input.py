@@ -143,7 +143,7 @@ def test_missing_tokenizer_raises(train, settings, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "section", "message"),
     [
-        (4, {"sp_size": 3}, "sp=3 does not divide the 4 processes; sizes that would: 1, 2, 4"),
+        (4, {"sp_size": 3}, "sp=3 does not divide the 4 processes\n  hint: use one of 1, 2, 4"),
         (4, {"ep_size": 3}, "ep=3 does not divide the 4 ranks"),
         (4, {"fsdp": {"dp_replicate": 3}}, "dp_replicate=3 does not divide the 4 ranks"),
         (3, {}, "train.global_batch_size=4 is not divisible by the 3 data-parallel ranks; set it to a multiple of 3"),

@@ -205,7 +205,7 @@ STRUCTURE = {
 def test_tiny_config_keeps_the_structure(arch):
     config = tiny_config(arch)
     assert {name: getattr(config, name) for name in STRUCTURE[arch]} == STRUCTURE[arch]
-    assert sum(p.numel() for p in random_model(config, 0).parameters()) < 300_000
+    assert sum(p.numel() for p in random_model(config).parameters()) < 300_000
 
 
 def test_settings_that_a_config_gives_to_its_parts_are_kept():

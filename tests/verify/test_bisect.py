@@ -119,7 +119,7 @@ def test_wrong_gradient_with_right_loss_is_named(model, batch, broken):
 
 @pytest.mark.parametrize("broken", [wrong_for_heads], indirect=True)
 def test_batch_without_labels_raises(model, batch, broken):
-    with pytest.raises(ConfigError, match="returns no loss on this batch; add labels"):
+    with pytest.raises(ConfigError, match=r"returns no loss on this batch\n  hint: add labels"):
         opslot.bisect(model, {"input_ids": batch["input_ids"]}, {FIELD: broken})
 
 

@@ -47,7 +47,7 @@ def test_process_is_reused_until_an_item_kills_or_spoils_it():
 def test_item_that_exits_hangs_or_raises_is_reported():
     with Processes(2) as processes:
         found = dict(processes.run(work, ["die", "a"], is_bad))
-        assert found == {"die": Lost("died"), "a": "a 1"}
+        assert found == {"die": Lost("exited"), "a": "a 1"}
         results = processes.run(work, ["b", "hang"], is_bad, limit=2)
         assert next(results) == ("b", "b 2")
         [hanging] = [worker._process for worker in processes._busy]

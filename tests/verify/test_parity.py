@@ -267,12 +267,12 @@ def test_worker_that_exits_is_a_failed_check(monkeypatch):
         # Results are not in the requested order.
         for check in checks[:0:-1]:
             yield check, function(check)
-        yield checks[0], Lost("died")
+        yield checks[0], Lost("exited")
 
     monkeypatch.setattr(Processes, "run", run)
     first, *rest = verify_kernels("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32,), workers=2)
     assert not first.ok
-    assert f"rms_norm/standard torch_fused [{CASE.name}, float32]: failed, its process died" in str(first)
+    assert f"rms_norm/standard torch_fused [{CASE.name}, float32]: failed, its process exited" in str(first)
     assert rest == list(verify_kernels("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32,)))[1:]
 
 

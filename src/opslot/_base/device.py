@@ -59,12 +59,12 @@ def usable_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device {device!r} is not a valid device; use cpu, cuda, cuda:1 or npu") from error
+        raise ConfigError(f"device {device!r} is not a valid device", hint="use cpu, cuda, cuda:1 or npu") from error
     count = torch.cuda.device_count() if found.type == "cuda" else 0
     if found.type == "cuda" and (found.index or 0) >= count:
         raise ConfigError(
-            f"device {str(found)!r}: the number of GPUs that torch finds here is {count}; "
-            f"use cpu{f', or cuda:0 to cuda:{count - 1}' if count else ''}"
+            f"device {str(found)!r}: the number of GPUs that torch finds here is {count}",
+            hint=f"use cpu{(f', or cuda:0 to cuda:{count - 1}' if count else '')}",
         )
     return found
 

@@ -25,5 +25,5 @@ def floating_dtype(value: torch.dtype | str, asked: str) -> torch.dtype:
 
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"{asked} is not a floating dtype; use bfloat16, float16 or float32")
+        raise ConfigError(f"{asked} is not a floating dtype", hint="use bfloat16, float16 or float32")
     return found

@@ -20,7 +20,7 @@ class OpslotError(Exception):
 
 
 class ConfigError(OpslotError, ValueError):
-    """A configuration asks for something that does not exist or cannot work here."""
+    """A configuration names something that does not exist or cannot work here."""
 
 
 class KernelError(OpslotError, RuntimeError):

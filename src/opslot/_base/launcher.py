@@ -59,7 +59,7 @@ def launched_by_torchrun() -> bool:
 
 
 @functools.cache
-def exit_with_launcher(poll_seconds: float = 0.5) -> None:
+def exit_with_launcher() -> None:
     """Exit when torchrun, the parent process, was killed, since it then cannot terminate its ranks.
 
     A thread watches for this, because the main thread may wait in a collective or for torchrun's store. Does nothing
@@ -71,7 +71,7 @@ def exit_with_launcher(poll_seconds: float = 0.5) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(poll_seconds)
+            time.sleep(0.5)
         rank = os.environ.get("RANK", "0")
         sys.stdout.flush()
         print(f"opslot: rank {rank} stops: torchrun (process {parent}) was killed", file=sys.stderr, flush=True)

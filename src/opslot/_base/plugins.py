@@ -11,7 +11,7 @@ from opslot._base.logging import get_logger
 logger = get_logger(__name__)
 
 PATCH_FINDERS: list[str] = []
-"""Modules that `opslot.patchgen` asks for patches; `opslot/__init__.py` fills it."""
+"""Modules that `opslot.patchgen` gets patches from; `opslot/__init__.py` fills it."""
 
 
 def load_entry_points(group: str, *arguments: Any) -> None:

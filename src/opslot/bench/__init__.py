@@ -1,7 +1,7 @@
 """Benchmarks of ops and of training steps."""
 
 from opslot.bench.files import OutputFiles
-from opslot.bench.ops import CallSite, bench_ops, call_sites_of, time_forward_backward
+from opslot.bench.ops import bench_ops, call_sites_of, time_forward_backward
 from opslot.bench.result import (
     Environment,
     LossCurve,
@@ -16,17 +16,15 @@ from opslot.bench.result import (
     to_json,
 )
 from opslot.bench.run import BenchOptions, run_bench
-from opslot.bench.timing import Peak, Time, measure, measure_peak
+from opslot.bench.timing import Time, measure
 from opslot.bench.tune import timings_of
 
 __all__ = [
     "BenchOptions",
-    "CallSite",
     "Environment",
     "LossCurve",
     "OpRow",
     "OutputFiles",
-    "Peak",
     "Result",
     "Run",
     "StepRow",
@@ -35,7 +33,6 @@ __all__ = [
     "bench_ops",
     "call_sites_of",
     "measure",
-    "measure_peak",
     "merge",
     "read",
     "recorded_command",

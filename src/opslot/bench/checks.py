@@ -14,9 +14,10 @@ from opslot._base.errors import KernelError
 from opslot.bench.baselines import baseline_kernels
 from opslot.slots import KERNEL_REGISTRY, OpVariant
 from opslot.verify.isolated import Lost, Processes, spoils_device
-from opslot.verify.parity import CheckResult, check_kernel, compare, expect
+from opslot.verify.kernels import KernelCheck
+from opslot.verify.parity import CheckResult, compare, expect
 
-_DIED = "WRONG: the process that checked it died"
+_EXITED = "WRONG: the process that checked it exited"
 _TIMED_OUT = "unchecked: its check "
 # A kernel that compiles for longer at one shape is of no use; the start of a process is included.
 _TIMEOUT_S = 180.0
@@ -66,7 +67,7 @@ def run_checks(
 
 
 def _lost(why: Lost) -> str:
-    return _DIED if why == "died" else f"{_TIMED_OUT}{why}"
+    return _EXITED if why == "exited" else f"{_TIMED_OUT}{why}"
 
 
 def combine(outcomes: Sequence[str]) -> str:
@@ -82,7 +83,7 @@ def combine(outcomes: Sequence[str]) -> str:
 
 
 def _run_in_worker(check: Check) -> str:
-    """The outcome, from a process that stays alive while others are timed, so it must hold no device memory."""
+    """The outcome, from a process that runs while others are timed, so it must hold no device memory."""
     outcome = run_check(check)
     if check.device.startswith("cuda") and not spoils_device(outcome):
         torch.cuda.empty_cache()
@@ -91,33 +92,20 @@ def _run_in_worker(check: Check) -> str:
 
 def cannot_run(outcome: str) -> bool:
     """Whether running the implementation again, here, would end this process or take too long."""
-    return outcome == _DIED or spoils_device(outcome) or outcome.startswith(f"{_TIMED_OUT}was not done")
+    return outcome == _EXITED or spoils_device(outcome) or outcome.startswith(f"{_TIMED_OUT}was not done")
 
 
 def run_check(check: Check) -> str:
     """Run one check in this process."""
-    variant = KERNEL_REGISTRY.op(check.op).variant(check.variant)
     try:
         if check.baseline is not None:
             kernels = baseline_kernels([check.baseline], check.op, check.variant)
+            variant = KERNEL_REGISTRY.op(check.op).variant(check.variant)
             return _check_as_timed(check, variant, kernels[check.kernel])
-        kernel = KERNEL_REGISTRY.load(check.op, check.variant, check.kernel)
+        registered = KernelCheck(check.op, check.variant, check.kernel, check.case, check.dtype, check.device)
+        return describe(registered.run())
     except KernelError as error:
         return f"unchecked: {brief(error)}"
-    case = variant.case(check.case)
-    spec = KERNEL_REGISTRY.get(check.op, check.variant, check.kernel)
-    return describe(
-        check_kernel(
-            kernel,
-            check.op,
-            variant,
-            case,
-            check.dtype,
-            check.device,
-            name=check.kernel,
-            relative_error=spec.relative_error,
-        )
-    )
 
 
 def _check_as_timed(check: Check, variant: OpVariant, kernel: Callable[..., Any]) -> str:

@@ -30,11 +30,13 @@ class OutputFiles:
                 continue
             path = Path(file).resolve()
             if path in named:
-                raise ConfigError(f"{named[path]} and {option} name the same file, {file!r}")
+                raise ConfigError(f"{named[path]} and {option} name the same file, {file!r}", hint="name two files")
             named[path] = option
             _check_writable(option, file)
         if self.plot and Path(self.plot).suffix.lower() not in PLOT_FORMATS:
-            raise ConfigError(f"--plot {self.plot!r} must end in {' or '.join(PLOT_FORMATS)}")
+            raise ConfigError(
+                f"--plot {self.plot!r} is not a format that can be drawn", hint=f"end it in {' or '.join(PLOT_FORMATS)}"
+            )
 
     def write(self, result: Result) -> None:
         """Write every file with all there is."""

@@ -240,7 +240,7 @@ class Value:
 def recorded_command(*arguments: str) -> str:
     """The command that a run records: absolute paths are relative to the current folder, or their last part alone.
 
-    Results are shared, and where a machine keeps its files says nothing about them.
+    Results are shared, and do not depend on where a machine keeps its files.
     """
 
     def shown(argument: str) -> str:
@@ -334,9 +334,13 @@ def merge(results: Iterable[Result]) -> Result:
     results = list(results)
     runs = [run for result in results for run in result.runs]
     if len(devices := sorted({run.environment.device for run in runs})) > 1:
-        raise ConfigError("the results are of different devices", found=", ".join(devices))
+        raise ConfigError(
+            "the results are of different devices", found=", ".join(devices), hint="merge those of each device"
+        )
     if len(scripts := sorted({result.script for result in results})) > 1:
-        raise ConfigError("the results are of different scripts", found=", ".join(scripts))
+        raise ConfigError(
+            "the results are of different scripts", found=", ".join(scripts), hint="merge those of each script"
+        )
     merged = Result(results[0].script)
     for run in runs:
         merged = merged.with_run(run)

@@ -61,7 +61,7 @@ class BenchOptions:
         tokens: number of tokens that ops are timed with; None for each case's own on a GPU.
         tune: add the times to this machine's profile, which `auto` reads.
         baselines: hf, liger, quack, veomni.
-        baseline_paths: by baseline, a folder of packages that only this baseline sees.
+        baseline_paths: by baseline, a folder of packages that only this baseline imports.
         batch, length: samples of a training step, and tokens of each.
         image_size: side in pixels of an image that each sample begins with; `length` then counts the text.
         audio_seconds: of an audio after it; `length` then counts the text.
@@ -226,7 +226,10 @@ class _Setting:
         options = self.options
         for name, folder in options.baseline_paths.items():
             if not Path(folder).is_dir():
-                raise ConfigError(f"--baseline-path {name}={folder}: the folder does not exist")
+                raise ConfigError(
+                    f"--baseline-path {name}={folder}: the folder does not exist",
+                    hint="install into it with pip install --target",
+                )
             if name not in options.baselines:
                 raise ConfigError(
                     f"--baseline-path {name}=...: it is not compared with", hint=f"add {name} to --baselines"
@@ -245,9 +248,12 @@ class _Setting:
         if self.model is None:
             for name in ("layers", "curve", "steps_only", "compile", "image_size", "audio_seconds"):
                 if getattr(options, name):
-                    raise ConfigError(f"--{name.replace('_', '-')} requires --model")
+                    raise ConfigError(f"--{name.replace('_', '-')} requires --model", hint="add --model, e.g. qwen3")
         if len(self.models) > 1 and (options.curve or not options.steps_only):
-            raise ConfigError("several models require --steps-only without --curve", found=f"{len(self.models)} models")
+            raise ConfigError(
+                f"--model names {len(self.models)} models, and only training steps take several",
+                hint="add --steps-only and leave out --curve, or name one model",
+            )
         if options.steps_only and not options.steps and not options.curve:
             raise ConfigError("--steps-only --steps 0 measures nothing", hint="set --steps or --curve")
         for name in ("image_size", "audio_seconds"):
@@ -259,7 +265,7 @@ class _Setting:
             if options.audio_seconds:
                 audio_tokens(model, options.audio_seconds)
         if options.curve and options.curve < 4:
-            raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps")
+            raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps", hint="e.g. --curve 200")
 
     def op_rows(self, report: Report) -> Iterator[OpRow]:
         """The ops' rows: first those of this process, then those of baselines with a `--baseline-path`."""
@@ -372,7 +378,10 @@ def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
 def _write_profile(rows: list[OpRow], device: torch.device) -> str:
     timings = timings_of(rows)
     if not timings:
-        raise ConfigError("nothing was measured that a profile could hold: no op asked for has known static sizes")
+        raise ConfigError(
+            "nothing was measured that a profile could hold: no op asked for has known static sizes",
+            hint="give --model, or other ops",
+        )
     path = write_profile(timings, facts_of(device))
     return f"wrote {path}; `auto` selects the fastest of:\n{timings_text(timings)}"
 

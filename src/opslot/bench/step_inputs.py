@@ -102,7 +102,9 @@ def image_grid(model: dict[str, Any], side: int) -> int:
         )
     merged = vision.patch_size * vision.spatial_merge_size
     if side < merged:
-        raise ConfigError(f"--image-size {side} is less than a merged patch of {config.model_type}", found=f"{merged}")
+        raise ConfigError(
+            f"--image-size {side} is less than a merged patch of {config.model_type}", hint=f"use {merged} or more"
+        )
     return side // merged * vision.spatial_merge_size
 
 

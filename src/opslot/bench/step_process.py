@@ -31,7 +31,7 @@ _WRAPPERS = ("_orig_mod", "model", "language_model")
 
 
 def main(argv: list[str]) -> int:
-    """Measure what each file asks for; ends at the first one whose implementation raises."""
+    """Measure what each file describes; ends at the first one whose implementation raises."""
     for path in map(Path, argv):
         result = _measure(json.loads(path.read_text()))
         # Complete once it exists: the parent waits for it.

@@ -94,7 +94,7 @@ def initialize_adapters(model: Any, seed: int | None = None, device: torch.devic
         seed: default torch's initial seed.
         device: where meta tensors get memory; None is the CPU, or a DTensor's mesh device.
     """
-    materialize(model, device, None)
+    materialize(model, device)
     draws = MeshFreeDraws(torch.initial_seed() if seed is None else seed)
     model = without_wrapper(model)
     init = model.peft_config[ADAPTER].init_lora_weights

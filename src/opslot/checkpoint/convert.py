@@ -69,7 +69,10 @@ def convert_folder(
     shapes = {name: entry.shape for name, entry in entries.items()}
     experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(config))
     if not experts:
-        raise CheckpointError(f"checkpoint {str(source)!r} holds no experts, so there is nothing to convert")
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} holds no experts, so there is nothing to convert",
+            hint="give a mixture-of-experts checkpoint",
+        )
     model, slices = _map(source, entries, experts)
     described = {name: (target.dtype, target.shape) for name, target in model.targets.items()}
     shards = shard_outputs(outputs_for(described, experts, layout), max_bytes)

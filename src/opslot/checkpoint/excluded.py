@@ -55,7 +55,10 @@ class ExcludedParts:
         prefixes = tuple(f"{part}." for part in declared.excluded)
         entries = [entry for name, entry in read_folder(folder).items() if name.startswith(prefixes)]
         if not entries:
-            raise CheckpointError(f"{folder} has no weights of {' or '.join(declared.excluded)} to keep")
+            raise CheckpointError(
+                f"{folder} has no weights of {' or '.join(declared.excluded)} to keep",
+                hint="give the checkpoint that the model was trained from, or set keep_excluded=False",
+            )
         config = copy.deepcopy(model.config)
         stored = read_config(folder)
         for name in declared.settings:

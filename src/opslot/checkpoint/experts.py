@@ -35,7 +35,7 @@ _STACKED_NAME = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_p
 def check_layout(layout: str | None) -> None:
     """Raises: ConfigError when `layout` is neither None nor one of `LAYOUTS`."""
     if layout is not None and layout not in LAYOUTS:
-        raise ConfigError(f"expert layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+        raise ConfigError(f"expert layout {layout!r} is unknown", hint=f"use one of {', '.join(LAYOUTS)}")
 
 
 def is_expert_tensor(name: str) -> bool:
@@ -216,11 +216,14 @@ class ExpertTensorConverter:
         """
         target = self.target_of(name)
         if target is None:
-            raise CheckpointError(f"{name} is not an expert tensor of this model; check can_handle first")
+            raise CheckpointError(f"{name} is not an expert tensor of this model", hint="call can_handle first")
         wanted, split = self.targets[target], _SPLIT.fullmatch(name)
         if split:
             if int(split["expert"]) >= wanted[0]:
-                raise CheckpointError(f"{name}: the model has {wanted[0]} experts, counted from 0")
+                raise CheckpointError(
+                    f"{name}: the model has {wanted[0]} experts, counted from 0",
+                    hint="give the checkpoint of this model's config",
+                )
             return _expert_slice(target, wanted, int(split["expert"]), split["projection"])
         layout = self._layout or self.layouts.get(family_of(target.rpartition(".")[0]))
         readings = self._readings(name, shape)

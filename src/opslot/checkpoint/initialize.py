@@ -40,13 +40,7 @@ _BLOCK = 1 << 20
 _LARGEST_DIMS = 3
 
 
-def initialize_weights(
-    model: nn.Module,
-    seed: int | None = None,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
+def initialize_weights(model: nn.Module, seed: int | None = None, *, device: torch.device | str | None = None) -> None:
     """Initialize all of `model`, as Transformers' `_init_weights` does.
 
     The values depend on the seed, on names and shapes, and on the kind of device that draws them, not on how the model
@@ -58,13 +52,12 @@ def initialize_weights(
         model: on any device or on meta, then it receives memory; sharded (DTensor) or not, tied or not.
         seed: default torch's initial seed.
         device: where meta tensors get memory; None is the CPU, or a DTensor's mesh device.
-        dtype: of the floating parameters; None leaves theirs.
 
     Raises:
         CheckpointError: tensors that the model cannot initialize by itself.
     """
     meta_buffers = [clean_fqn(name) for name, buffer in model.named_buffers() if buffer.is_meta]
-    materialize(model, device, dtype)
+    materialize(model, device)
     parameters = [clean_fqn(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     # A model's function may also set what modules below hold, e.g. scaled projections, so every module has its turn.
     initialize(model, parameters, meta_buffers, seed, every_module=True)

@@ -65,7 +65,7 @@ class LoadReport:
         seconds: wall time.
         layouts: layout of each family of expert tensors, e.g. {"model.layers.*.mlp.experts": "per_expert"}.
         missing: parameters that are not in the checkpoint, initialized randomly.
-        extra: checkpoint tensors left out by `allow_extra` or `strict=False`.
+        extra: checkpoint tensors left out by `allow_extra`.
         not_finite: parameters in which this rank read a NaN or an infinity.
     """
 
@@ -106,9 +106,7 @@ def load_weights(
     folder: str | Path,
     *,
     converters: Sequence[CheckpointTensorConverter] | None = None,
-    dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    strict: bool = True,
     allow_missing: Collection[str] = (),
     allow_extra: Collection[str] = (),
 ) -> LoadReport:
@@ -128,11 +126,8 @@ def load_weights(
         folder: holds model.safetensors, or model.safetensors.index.json and its shards.
         converters: for names and shapes that differ from the model's; None detects the experts' layout and
             reads the source keys that Transformers' `from_pretrained` reads.
-        dtype: of the floating parameters after loading; None casts each tensor to its parameter's.
         device: where meta parameters get memory; None is the CPU, or a DTensor's mesh device.
-        strict: False leaves out what no parameter takes and initializes what no tensor fills, and reports
-            both.
-        allow_missing: patterns (`fnmatch`) of parameters that may be absent, e.g. ["score.weight"]; they are
+        allow_missing: patterns (`fnmatch`) of parameters that may be absent, e.g. ["score.weight"], or ["*"]; they are
             initialized randomly.
         allow_extra: patterns of checkpoint tensors that may be left out, e.g. ["lm_head.weight"].
 
@@ -147,9 +142,9 @@ def load_weights(
     checked: list[tuple[LoadMapping, dict[str, Region]]] = []
 
     def check() -> None:
-        mapping = _check(model, folder, converters, dtype, strict, allow_missing, allow_extra)
+        mapping = _check(model, folder, converters, allow_missing, allow_extra)
         regions = {name: local_ranges(tensor) for name, tensor in tensors.items()}
-        _check_range(mapping, ModelTensors.of(model, dtype), regions)
+        _check_range(mapping, ModelTensors.of(model), regions)
         checked.append((mapping, regions))
 
     if sharded:
@@ -160,7 +155,7 @@ def load_weights(
     present = set(tensors)
     meta_buffers = [clean_fqn(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     quantizing = _quantizing(model)
-    materialize(model, device, dtype, [id(weight) for weight, _ in quantizing.values()])
+    materialize(model, device, [id(weight) for weight, _ in quantizing.values()])
     remove_quantization_config(getattr(model, "config", None))
     initialize(model, mapping.missing, [name for name in meta_buffers if name not in present])
     report = LoadReport(folder, layouts=mapping.layouts, missing=mapping.missing, extra=mapping.extra)
@@ -193,8 +188,6 @@ def _check(
     model: nn.Module,
     folder: Path,
     converters: Sequence[CheckpointTensorConverter] | None,
-    dtype: torch.dtype | None,
-    strict: bool,
     allow_missing: Collection[str],
     allow_extra: Collection[str],
 ) -> LoadMapping:
@@ -207,11 +200,11 @@ def _check(
     problems = Problems(f"checkpoint {str(folder)!r} does not fit {type(model).__name__}")
     mapping = map_tensors(
         entries,
-        ModelTensors.of(model, dtype),
+        ModelTensors.of(model),
         converters,
         problems,
-        allow_missing=allow_missing if strict else ["*"],
-        allow_extra=allow_extra if strict else ["*"],
+        allow_missing=allow_missing,
+        allow_extra=allow_extra,
         names=names,
     )
     problems.raise_if_any()

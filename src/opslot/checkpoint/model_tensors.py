@@ -60,13 +60,12 @@ class ModelTensors:
     optional: Sequence[str] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, dtype: torch.dtype | None = None) -> ModelTensors:
-        """The tensors of `model`, whose floating parameters will be `dtype` (None: as they are)."""
+    def of(cls, model: nn.Module) -> ModelTensors:
+        """The tensors of `model`."""
         targets: dict[str, Target] = {}
         first: dict[int, Target] = {}
         for name, tensor in tensors_of(model).items():
-            cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            target = Target(name, tuple(tensor.shape), dtype if cast and dtype else tensor.dtype)
+            target = Target(name, tuple(tensor.shape), tensor.dtype)
             targets[name] = first.setdefault(id(tensor), target)
         transient = {clean_fqn(name) for name, _ in model.named_buffers()} - targets.keys()
         prefix = getattr(model, "base_model_prefix", "")
@@ -80,10 +79,6 @@ class ModelTensors:
             ],
             list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
         )
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: target.shape for name, target in self.targets.items()}
 
     def under_model_names(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """The checkpoint's tensors under this model's names.

@@ -151,7 +151,7 @@ class MappedFile:
     def __init__(self, file: Path) -> None:
         try:
             with file.open("rb") as stream:
-                # Copy-on-write, because torch wants writable memory; nothing here ever writes to it.
+                # Copy-on-write, because torch requires writable memory; nothing here ever writes to it.
                 self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
                 self._descriptor = os.dup(stream.fileno())
         except (OSError, ValueError) as error:

@@ -146,7 +146,8 @@ def local_ranges(tensor: Tensor) -> Region:
     if tuple(tensor._local_tensor.shape) != tuple(shape) or not _is_block(tensor):
         raise CheckpointError(
             f"a DTensor of shape {tuple(tensor.shape)} placed as {placements} over {tensor.device_mesh} "
-            "is not one region on this rank; shard evenly or on different dims"
+            "is not one region on this rank",
+            hint="shard evenly or on different dims",
         )
     return tuple(slice(o, o + n) for o, n in zip(offset, shape))
 

@@ -103,7 +103,7 @@ def _add_baselines(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=DIR",
-        help="a folder of packages that only this baseline sees, before all others",
+        help="a folder of packages that only this baseline imports, before all others",
     )
     group.add_argument(
         "--implementations",

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(what, hint="name one, e.g. `opslot discover mistral`, or give --all")
     if options.every:
         if options.verify or checks or output:
-            raise ConfigError("--verify, --checks and -o are for one architecture", found="--all")
+            raise ConfigError("--verify, --checks and -o are for one architecture", hint="name it instead of --all")
         return _all(options.json)
     arch, config_file = _arch_of(name)
     report = _report(discover(arch))
@@ -59,7 +59,11 @@ def _arch_of(name: str) -> tuple[str, Path | None]:
         try:
             name = json.loads(file.read_text())["model_type"]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(f"{file} is not a config.json with a model_type: {error}") from error
+            raise ConfigError(
+                f"{file} is not a config.json with a model_type",
+                found=str(error),
+                hint="give the folder of a Hugging Face model, or its config.json",
+            ) from error
     if name in CONFIG_MAPPING_NAMES:
         return model_type_to_module_name(name), file
     if not installed_release().path(modeling_module(name)).is_file():
@@ -81,7 +85,9 @@ def _write(arch: str, output: str) -> None:
     try:
         write_text(Path(output), patch_source(_patch(arch)))
     except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot write {output}", found=error.strerror or str(error), hint="name another file"
+        ) from error
     print(f"wrote {output}", file=sys.stderr)
 
 

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
     if system is not None and (raw or not tokenizer.chat_template):
         why = "--raw is given" if raw else f"the tokenizer in {model} has none"
-        raise ConfigError(f"--system needs a chat template, and {why}")
+        raise ConfigError(f"--system needs a chat template, and {why}", hint="leave out --system")
     if "" in prompts and not tokenizer("")["input_ids"] and (raw or not tokenizer.chat_template):
         raise ConfigError(
             "--prompt is empty, so there is no token to continue", hint="give a prompt of one token or more"

@@ -1,11 +1,8 @@
 """Device meshes, FSDP2, sequence and expert parallelism, gradient norms, and ranks that fail together."""
 
 from opslot.distributed.consensus import (
-    OtherRankFailed,
-    RankError,
     fail_together,
     gather_objects,
-    has_process_group,
     is_first_rank,
     on_all_ranks,
     on_first_rank,
@@ -13,7 +10,7 @@ from opslot.distributed.consensus import (
 )
 from opslot.distributed.dummy import dummy_forward
 from opslot.distributed.expert_parallel import ExpertParallel
-from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, parallelize
+from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, shard_model
 from opslot.distributed.offload import offload, reload
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import (
@@ -37,10 +34,8 @@ from opslot.distributed.ulysses import (
 
 __all__ = [
     "ExpertParallel",
-    "OtherRankFailed",
     "ParallelPlan",
     "ParallelState",
-    "RankError",
     "ShardedConvolution",
     "UlyssesDeltaRule",
     "UlyssesScan",
@@ -56,14 +51,13 @@ __all__ = [
     "get_parallel_state",
     "gradient_sync",
     "has_features",
-    "has_process_group",
     "init_parallel_state",
     "is_first_rank",
     "offload",
     "on_all_ranks",
     "on_first_rank",
-    "parallelize",
     "reload",
+    "shard_model",
     "shard_sequence",
     "slice_input_tensor",
     "sp_pad_and_slice",

@@ -59,7 +59,7 @@ def checkpoint_activations(
     if isinstance(mode, bool):
         mode = "full" if mode else "none"
     if mode not in MODES:
-        raise ConfigError(f"activation_checkpointing={mode!r} is not one of {', '.join(MODES)}")
+        raise ConfigError(f"unknown activation_checkpointing={mode!r}", hint=f"use one of {', '.join(MODES)}")
     if mode == "none":
         if offload:
             raise ConfigError(

@@ -105,6 +105,7 @@ def _class_of(error: Exception) -> type[OpslotError]:
 
 
 _ERROR, _SEEN, _DONE, _LEFT = "error", "seen", "done", "left"
+_POLL_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 _SHOWN_SECONDS = 1.0
 # torchrun ends all ranks as soon as one exits, so the rank with the error message should exit first.
@@ -114,7 +115,7 @@ _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.Wea
 
 
 @contextlib.contextmanager
-def fail_together(poll_seconds: float = 0.5) -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """Inside, an exception (or sys.exit) on one rank ends every rank within seconds, whatever collective it waits in.
 
     The rank that fails first re-raises its exception and records it for torchrun. The others print it and exit with
@@ -129,8 +130,7 @@ def fail_together(poll_seconds: float = 0.5) -> Iterator[None]:
     store = dist.PrefixStore(f"opslot/{run}", _own_connection())
     done = threading.Event()
     peers = LocalPeers(store)
-    arguments = (store, peers, done, poll_seconds)
-    watcher = threading.Thread(target=_watch, args=arguments, name="opslot-errors", daemon=True)
+    watcher = threading.Thread(target=_watch, args=(store, peers, done), name="opslot-errors", daemon=True)
     watcher.start()
     try:
         yield
@@ -225,10 +225,10 @@ def _describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def _watch(store: dist.Store, peers: LocalPeers, done: threading.Event, poll_seconds: float) -> None:
+def _watch(store: dist.Store, peers: LocalPeers, done: threading.Event) -> None:
     """End this process when another rank has reported an error or has exited; the main thread may be stuck in a
     collective."""
-    while not done.wait(poll_seconds):
+    while not done.wait(_POLL_SECONDS):
         lost, lead = peers.lost(), 0.0
         try:
             if store.check([_ERROR]):

@@ -87,7 +87,7 @@ class DispatchPlan(NamedTuple):
     """Which rows are sent where. L is the maximum number of rows; rows from the M-th on are undefined.
 
     Attributes:
-        sizes: rows to and from each rank, and so M and N, once the host knows them.
+        sizes: rows to and from each rank, and so M and N, once the host has them.
         token: [L] int64, the token of each row sent, ordered by destination rank.
         order, first: int64 [L] and [T], the rows grouped by token, and the offset of each token's rows in that order.
         source: [L, width] int64, the token-expert pair (token * K + k) at each position of a sent row; T * K if empty.

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from opslot._base.errors import ConfigError
 from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
-from opslot.distributed.consensus import gather_objects
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
 from opslot.distributed.dtensors import full_tensor, local_tensor
 from opslot.distributed.parallel_plan import ParallelPlan
@@ -30,7 +29,7 @@ from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 _REDUCTIONS = "_fsdp_reductions"
 
 
-def parallelize(
+def shard_model(
     model: nn.Module,
     state: ParallelState | None = None,
     *,
@@ -152,8 +151,8 @@ def _check_dtypes(model: nn.Module) -> None:
         )
 
 
-def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip the gradients to `max_norm`, and return their norm over all ranks.
+def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clip the gradients to `max_norm`, and return their 2-norm over all ranks.
 
     The norm does not depend on the sharding; that of 16-bit gradients is computed in float32.
 
@@ -164,9 +163,8 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     Raises:
         ConfigError: `max_norm` is negative or not a number.
     """
-    max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
-        raise ConfigError(f"max_norm={max_norm} must be at least 0; infinity computes the norm without clipping")
+        raise ConfigError(f"max_norm={max_norm} must be at least 0", hint="infinity computes the norm without clipping")
     owners: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         grad = parameter.grad
@@ -175,11 +173,8 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
             owners[placement, grad.dtype].append(parameter)
     if not owners:
         return torch.tensor(0.0)
-    if norm_type == math.inf:
-        total = _largest([p.grad for group in owners.values() for p in group if p.grad is not None])
-    else:
-        norms = [_norm([p.grad for p in group if p.grad is not None], norm_type) for group in owners.values()]
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norms = [_norm([p.grad for p in group if p.grad is not None]) for group in owners.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms))
     if math.isfinite(max_norm):
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for group in owners.values():
@@ -195,24 +190,11 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
 
 
 @torch.no_grad()
-def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
+def _norm(grads: list[Tensor]) -> Tensor:
     """Of gradients of one dtype and one placement, over all ranks."""
     # In 16 bits, the norm would have 3 digits, and float16 would overflow at 65504.
     upcast = {"dtype": torch.float32} if grads[0].itemsize == 2 else {}
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type, **upcast)), norm_type)
-    return full_tensor(norm)
-
-
-def _largest(grads: list[Tensor]) -> Tensor:
-    """The largest magnitude over all ranks; NaN if one of them has a NaN.
-
-    torch's reduction over a mesh may drop a NaN, and fails on ranks with an empty shard.
-    """
-    local = [local_tensor(grad) for grad in grads]
-    own = torch.stack([local[0].new_zeros(()), *(part.abs().max() for part in local if part.numel())]).max()
-    if any(isinstance(grad, DTensor) for grad in grads):
-        own = own.new_tensor(gather_objects(own.item())).max()
-    return own
+    return full_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, **upcast))))
 
 
 @contextlib.contextmanager

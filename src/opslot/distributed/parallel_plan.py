@@ -30,7 +30,7 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.extra_parallel_plan) - {"ep"})
         if unknown:
-            raise ConfigError(f"unknown axis {', '.join(unknown)} in a parallel plan; expected ep")
+            raise ConfigError(f"unknown axis {', '.join(unknown)} in a parallel plan", hint="use ep")
         for name, placement in self.extra_parallel_plan.get("ep", {}).items():
             if placement != Shard(0):
                 raise ConfigError(
@@ -71,7 +71,8 @@ class ParallelPlan:
             raise ConfigError(
                 list_problems(
                     f"the parallel plan of {type(model).__name__} names parameters that do not exist", problems
-                )
+                ),
+                hint="use the names of model.named_parameters(), with * for layer numbers",
             )
         return placements
 
@@ -95,8 +96,8 @@ class ParallelPlan:
             if size % state.ep:
                 fitting = [n for n in range(1, size + 1) if size % n == 0]
                 raise ConfigError(
-                    f"ep={state.ep} does not divide the {size} experts of {name}; "
-                    f"sizes that would: {', '.join(map(str, fitting))}"
+                    f"ep={state.ep} does not divide the {size} experts of {name}",
+                    hint=f"use one of {', '.join(map(str, fitting))}",
                 )
         for name, placement in placements.items():
             path, _, key = name.rpartition(".")

@@ -283,13 +283,14 @@ def check_sizes(world: int, dp_replicate: int = 1, dp_shard: int | None = None, 
     """What dp_shard is for `world` processes; ConfigError naming the sizes that would fit."""
     for name, size in {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp, "ep": ep}.items():
         if size is not None and (not isinstance(size, int) or size < 1):
-            raise ConfigError(f"{name}={size!r} must be a whole number, at least 1")
+            raise ConfigError(f"{name}={size!r} is not a number of ranks", hint="use a whole number, at least 1")
     if world % sp:
-        raise ConfigError(f"sp={sp} does not divide the {world} processes; sizes that would: {_divisors(world)}")
+        raise ConfigError(f"sp={sp} does not divide the {world} processes", hint=f"use one of {_divisors(world)}")
     if world // sp % dp_replicate:
         raise ConfigError(
             f"dp_replicate={dp_replicate} does not divide the {world // sp} ranks that sp={sp} leaves of {world} "
-            f"processes; sizes that would: {_divisors(world // sp)}"
+            "processes",
+            hint=f"use one of {_divisors(world // sp)}",
         )
     rest = world // sp // dp_replicate
     if dp_shard is not None and dp_shard != rest:
@@ -300,8 +301,8 @@ def check_sizes(world: int, dp_replicate: int = 1, dp_shard: int | None = None, 
         )
     if rest * sp % ep:
         raise ConfigError(
-            f"ep={ep} does not divide the {rest * sp} ranks of dp_shard={rest} x sp={sp}; "
-            f"sizes that would: {_divisors(rest * sp)}"
+            f"ep={ep} does not divide the {rest * sp} ranks of dp_shard={rest} x sp={sp}",
+            hint=f"use one of {_divisors(rest * sp)}",
         )
     return rest
 

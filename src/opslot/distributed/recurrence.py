@@ -36,12 +36,10 @@ class ShardedConvolution:
     Args:
         convolve: `(hidden_states, weight, bias, activation, cu_seqlens) -> output` with hidden_states and output
             [B, D, S], weight [D, W].
-        group: the ranks; None uses `get_parallel_state()` at each call.
     """
 
-    def __init__(self, convolve: Callable[..., Tensor], group: ProcessGroup | None = None) -> None:
+    def __init__(self, convolve: Callable[..., Tensor]) -> None:
         self.convolve = convolve
-        self.group = group
 
     @torch.compiler.disable
     def __call__(
@@ -53,7 +51,7 @@ class ShardedConvolution:
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """hidden_states and output [B, D, S / sp]; `cu_seqlens` are those of the global sequences."""
-        group = self.group or get_parallel_state().sp_group
+        group = get_parallel_state().sp_group
         reach = weight.shape[-1] - 1
         if group is None:
             return self.convolve(hidden_states, weight, bias, activation, cu_seqlens)
@@ -85,12 +83,10 @@ class UlyssesDeltaRule:
     Args:
         rule: `(query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens) ->
             (output, state)` as `opslot.ops.chunk_gated_delta_rule` has it.
-        group: the ranks; None uses `get_parallel_state()` at each call.
     """
 
-    def __init__(self, rule: Callable[..., Any], group: ProcessGroup | None = None) -> None:
+    def __init__(self, rule: Callable[..., Any]) -> None:
         self.rule = rule
-        self.group = group
 
     @torch.compiler.disable
     def __call__(
@@ -106,7 +102,7 @@ class UlyssesDeltaRule:
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Tensors [B, S / sp, heads, ...], states of all heads; `cu_seqlens` are those of the global sequences."""
-        group = self.group or get_parallel_state().sp_group
+        group = get_parallel_state().sp_group
         options = (output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
         if group is None:
             return self.rule(query, key, value, g, beta, initial_state, *options)
@@ -131,12 +127,10 @@ class UlyssesScan:
     Args:
         scan: `(x, dt, A, B, C, D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states, cu_seqlens) ->
             output or (output, states)` as `opslot.ops.mamba_chunk_scan` has it.
-        group: the ranks; None uses `get_parallel_state()` at each call.
     """
 
-    def __init__(self, scan: Callable[..., Any], group: ProcessGroup | None = None) -> None:
+    def __init__(self, scan: Callable[..., Any]) -> None:
         self.scan = scan
-        self.group = group
 
     @torch.compiler.disable
     def __call__(
@@ -155,7 +149,7 @@ class UlyssesScan:
         cu_seqlens: Tensor | None = None,
     ) -> Any:
         """x, dt, B and C [B, S / sp, ...], the others of all heads; `cu_seqlens` are those of the global sequences."""
-        group = self.group or get_parallel_state().sp_group
+        group = get_parallel_state().sp_group
         options = (dt_softplus, dt_limit, return_final_states, cu_seqlens)
         if group is None:
             return self.scan(x, dt, A, B, C, D, dt_bias, initial_states, *options)

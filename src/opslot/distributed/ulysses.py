@@ -1,8 +1,8 @@
 """Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509): outside attention a rank holds the local part of
 every sequence and all heads, inside it holds the global sequence and some of the heads.
 
-Every function takes the ranks from `group`, by default the sp group of `get_parallel_state()`, and returns its input
-if there is only one rank. Gradients follow `_collectives`' rule: the loss is the sum of the ranks' losses.
+The ranks are those of `group`, where a function takes one, by default the sp group of `get_parallel_state()`. With only
+one rank, functions return their input. Gradients follow `_collectives`' rule: the loss is the sum of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def sp_pad_and_slice(
         pad_scale: tokens that must stay together, e.g. 4 patches that a vision model merges.
     """
     if pad_scale < 1:
-        raise ConfigError(f"pad_scale={pad_scale} must be at least 1")
+        raise ConfigError(f"pad_scale={pad_scale} must be at least 1", hint="leave it out for single tokens")
     group = group or get_parallel_state().sp_group
     if group is None:
         return x
@@ -142,8 +142,8 @@ def kv_repeats(heads: int, kv_heads: int, sp: int, names: tuple[str, str] = ("qu
             if heads % n == 0 and heads % (math.lcm(kv_heads, n) // kv_heads * kv_heads) == 0
         ]
         raise ConfigError(
-            f"sp={sp} does not divide {heads} {names[0]} heads (with {kv_heads} {names[1]} heads); "
-            f"sizes that would: {', '.join(map(str, fitting))}"
+            f"sp={sp} does not divide {heads} {names[0]} heads (with {kv_heads} {names[1]} heads)",
+            hint=f"use one of {', '.join(map(str, fitting))}",
         )
     return repeats
 
@@ -153,15 +153,11 @@ class OverlappedAllToAll:
 
     Each starts when its tensor is projected and is awaited where it is needed; it overlaps with what is computed in
     between, forward and backward.
-
-    Args:
-        group: the ranks; None uses `get_parallel_state()` at each call.
     """
 
     _ATTRIBUTE = "_ulysses_all_to_all"
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self._running: dict[str, AsyncAllToAll] = {}
 
     @classmethod
@@ -179,7 +175,7 @@ class OverlappedAllToAll:
         Returns:
             [B, S / sp, heads * repeats, D], a placeholder until `wait`; its values are undefined.
         """
-        group = self._group or get_parallel_state().sp_group
+        group = get_parallel_state().sp_group
         if group is None:
             return x
         x = x.repeat_interleave(repeats, 2) if repeats > 1 else x
@@ -207,15 +203,12 @@ class OverlappedAllToAll:
         return merge_ranks(handle.wait(), 1).transpose(1, 2)
 
 
-def ulysses_attention(
-    attention: Callable[..., Any], group: ProcessGroup | None = None, pipeline: int = 1
-) -> Callable[..., Any]:
+def ulysses_attention(attention: Callable[..., Any], pipeline: int = 1) -> Callable[..., Any]:
     """`attention` for ranks that hold local sequences.
 
     Args:
         attention: `(module, query, key, value, attention_mask, dropout, scaling, **kwargs) -> (output, weights)` with
             query [B, heads, S, D], key and value [B, kv_heads, S, D], output [B, S, heads, D].
-        group: the ranks; None uses `get_parallel_state()` at each call.
         pipeline: chunks of a rank's heads, if they divide; the all-to-alls of one chunk overlap with the computation of
             another, forward and backward.
 
@@ -239,7 +232,7 @@ def ulysses_attention(
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        ranks = group or get_parallel_state().sp_group
+        ranks = get_parallel_state().sp_group
         if ranks is None:
             return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         overlapped = OverlappedAllToAll.of(module)

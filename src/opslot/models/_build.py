@@ -147,7 +147,7 @@ def load_config(
     try:
         data = json.loads(file.read_text(), object_hook=_decode_float)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+        raise ConfigError(f"{file} is not valid JSON", found=str(error), hint="copy or download it again") from error
     model_type = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(model_type, str):
         raise ConfigError(

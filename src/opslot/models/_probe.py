@@ -1,6 +1,6 @@
 """What an encoder takes, found by running it: a small copy on the CPU, with random weights and no decoder layers.
 
-Configs give sizes under different names, and no name says in which order dims are or which lengths are legal. Inputs
+Configs give sizes under different names, without the order of dims and without the lengths that are legal. Inputs
 are tried, the smallest first, on the code that will run.
 """
 

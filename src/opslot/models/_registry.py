@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -72,9 +72,6 @@ class Registry:
 
     def __contains__(self, name: str) -> bool:
         return name in self._factories
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._factories))
 
 
 MODELING_REGISTRY = Registry("model_type")
@@ -272,7 +269,11 @@ def _serve(architecture: Architecture, model_type: str) -> None:
         found = architecture.generated_class(class_name)
         if found is None:
             names = getattr(_generated(architecture.generated), "__all__", ())
-            raise ConfigError(f"{architecture.generated} has no class {class_name!r}", found=", ".join(names))
+            raise ConfigError(
+                f"{architecture.generated} has no class {class_name!r}",
+                found=", ".join(names),
+                hint="correct `architectures` in config.json",
+            )
         return found
 
     if model_type in MODEL_CONFIG_REGISTRY:

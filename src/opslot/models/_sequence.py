@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism of a model: its ranks hold shards of sequences, and attention sees the global ones."""
+"""Ulysses sequence parallelism of a model: ranks hold shards of sequences, and attention gets the global ones."""
 
 from __future__ import annotations
 

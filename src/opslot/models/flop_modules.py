@@ -40,7 +40,7 @@ class Matmul(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Which keys a query sees."""
+    """Which keys a query attends to."""
 
     causal: bool = True
     window: int | None = None

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from opslot import distributed
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import has_adapters
-from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
+from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, shard_model
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
 from opslot.models._conditional import add_zero_of_skipped_modules, transformers_model
 from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
@@ -59,7 +58,7 @@ def parallelize(
         ulysses_pipeline: chunks that a rank's heads are exchanged in; see `ulysses_attention`.
         ulysses_overlap: start the all-to-all of query, key and value each while the next one is projected; the same
             numbers, bit for bit where sp does not make it repeat key/value heads. Excludes a pipeline.
-        options: of `opslot.distributed.parallelize`: param_dtype, reduce_dtype, activation_checkpointing, compile,
+        options: of `opslot.distributed.shard_model`: param_dtype, reduce_dtype, activation_checkpointing, compile,
             load, cpu_offload, reshard_after_forward, prefetch, ...
 
     Returns:
@@ -109,7 +108,7 @@ def parallelize(
     if state.sp == 1 and state.world_size > 1:
         model.register_forward_pre_hook(_warn_of_local_means, with_kwargs=True)
     towers = find_towers(model) if state.world_size > 1 else None
-    model = distributed.parallelize(
+    model = shard_model(
         model,
         state,
         plan=plan,

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from opslot.optim.torch_step import adamw_step
+from opslot.optim.partial_adamw import PartialAdamW
 
 # Keller Jordan's coefficients of the quintic iteration: a large slope at zero, singular values end near 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 
 
-class Muon(torch.optim.AdamW):
+class Muon(PartialAdamW):
     """AdamW whose parameter groups with `use_muon` follow Muon instead.
 
     Args:
@@ -42,28 +42,15 @@ class Muon(torch.optim.AdamW):
         lr_scale: str = "match_rms_adamw",
         **options: Any,
     ) -> None:
-        super().__init__(params, fused=True, **options)
+        super().__init__(params, **options)
         self._momentum, self._nesterov, self._ns_steps, self._scaling = momentum, nesterov, ns_steps, lr_scale
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all groups."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        held = [(param, group) for group in self.param_groups if group.get("use_muon") for param in group["params"]]
-        done = [(param, param.grad) for param, _ in held if param.grad is not None]
-        for param, group in held:
-            if param.grad is not None:
-                self._step_one(param, param.grad, group)
-            param.grad = None
-        try:
-            adamw_step(self)
-        finally:
-            for param, grad in done:
-                param.grad = grad
-        return loss
+    def _step_own(self) -> list[tuple[Tensor, Tensor]]:
+        groups = (group for group in self.param_groups if group.get("use_muon"))
+        own = [(param, param.grad, group) for group in groups for param in group["params"] if param.grad is not None]
+        for param, grad, group in own:
+            self._step_one(param, grad, group)
+        return [(param, grad) for param, grad, _ in own]
 
     def _step_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]

@@ -7,7 +7,6 @@ with 16-byte accesses reaches more. Small tensors are left to torch, which updat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.distributed.dtensors import local_tensor
-from opslot.optim.torch_step import adamw_step
+from opslot.optim.partial_adamw import PartialAdamW
 
 _BLOCK = 2048
 _WARPS = 8
@@ -111,36 +110,17 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(PartialAdamW):
     """torch.optim.AdamW(fused=True) that updates large CUDA tensors with the kernel above.
 
     State, state dicts and parameter groups are the same as torch's, and results are equal up to rounding, so a run can
     switch between the two.
     """
 
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, fused=True, **options)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step: large tensors with the kernel, the others with torch."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        large = [] if getattr(self, "grad_scale", None) is not None else self._step_large()
-        for param, _ in large:
-            param.grad = None
-        try:
-            adamw_step(self)
-        finally:
-            for param, grad in large:
-                param.grad = grad
-        return loss
-
-    def _step_large(self) -> list[tuple[Tensor, Tensor]]:
-        """Update the parameters that the kernel supports; returns them with their gradients."""
-        done = []
+    def _step_own(self) -> list[tuple[Tensor, Tensor]]:
+        done: list[tuple[Tensor, Tensor]] = []
+        if getattr(self, "grad_scale", None) is not None:
+            return done
         for group in self.param_groups:
             if group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor):
                 continue

@@ -1,4 +1,4 @@
-"""The cache of generated modules: checked when read, atomic when written, pruned when it grows."""
+"""The cache of generated modules: checked when read, atomic and by one process when written, pruned when it grows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +21,9 @@ logger = get_logger(__name__)
 _SEAL = "# opslot cache, sha256 of all above: "
 _KEPT_PER_ARCH = 8
 _UNUSED_SECONDS = 30 * 24 * 3600
+_LOCK_FILE = ".lock"
+# Generating takes seconds. A process that waits for longer does it itself.
+_LOCK_SECONDS = 60.0
 
 
 def cache_root() -> Path:
@@ -103,12 +107,55 @@ def read_sealed(path: Path, root: Path) -> str | None:
     return body
 
 
-def write_sealed(path: Path, text: str) -> None:
-    """Write `text` and its hash. A reader sees the old file or the new one, never a part."""
-    for parent in reversed(path.parents):
-        # Whatever the umask, so that `read_sealed` trusts them.
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Inside, this process has the lock of `folder`; the system releases that of a process that was killed.
+
+    Where the file system has no locks, and if another process keeps the lock for a minute, the block runs without it:
+    then several processes may write the same entry, which is only slower.
+    """
+    handle = _try_to_lock(folder)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _try_to_lock(folder: Path) -> int | None:
+    """A descriptor that has the lock of `folder` until it is closed; None without the lock."""
+    handle = None
+    try:
+        # Windows has no such module.
+        import fcntl
+
+        _make_folders(folder / _LOCK_FILE)
+        handle = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return handle
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+    except (ImportError, OSError):
+        if handle is not None:
+            os.close(handle)
+        return None
+
+
+def _make_folders(file: Path) -> None:
+    """Make the folders around a file so that `read_sealed` trusts them, whatever the umask."""
+    for parent in reversed(file.parents):
         with contextlib.suppress(FileExistsError):
             parent.mkdir(mode=0o755)
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Write `text` and its hash. A reader sees the old file or the new one, never a part."""
+    _make_folders(path)
     seal = f"{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
     write_text(path, text + seal)
     path.chmod(0o644)
@@ -127,7 +174,8 @@ def prune(arch_root: Path) -> None:
     A process whose entry is removed under it keeps running; the next one generates the entry again.
     """
     with contextlib.suppress(OSError):
-        entries = sorted(arch_root.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
+        folders = (entry for entry in arch_root.iterdir() if entry.name != _LOCK_FILE)
+        entries = sorted(folders, key=lambda entry: entry.stat().st_mtime, reverse=True)
         for entry in entries[_KEPT_PER_ARCH:]:
             if time.time() - entry.stat().st_mtime > _UNUSED_SECONDS:
                 shutil.rmtree(entry, ignore_errors=True)

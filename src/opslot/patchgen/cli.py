@@ -140,7 +140,7 @@ def _target(name: str) -> _Target:
         ) from error
     patches = [value for value in vars(module).values() if isinstance(value, PatchConfig)]
     if len(patches) != 1:
-        raise PatchError(f"{name} has to have one PatchConfig, found {len(patches)}")
+        raise PatchError(f"{name} is not a patch module", found=f"{len(patches)} PatchConfigs", hint="define one in it")
     return _Target(patches[0].source_module.split(".")[-2], patches[0])
 
 
@@ -185,7 +185,7 @@ def _generate(target: _Target, release: Release, args: argparse.Namespace) -> in
             if args.diff:
                 write_text(path.with_suffix(".diff"), diff)
         except OSError as error:
-            raise PatchError(f"cannot write {path}: {error.strerror}") from error
+            raise _unwritable(path, error) from error
         print(path)
     elif not args.diff:
         print(materialize(arch, target.own, release))
@@ -223,11 +223,15 @@ def _check(targets: list[_Target], releases: list[Release], args: argparse.Names
         try:
             lock.save(path)
         except OSError as error:
-            raise PatchError(f"cannot write {path}: {error.strerror}") from error
+            raise _unwritable(path, error) from error
         print(f"wrote {path}")
     versions = ", ".join(release.version for release in releases)
     print(f"{_counted(len(targets), 'architecture')}, transformers {versions}: {_counted(found, 'problem')}")
     return 1 if found else 0
+
+
+def _unwritable(path: Path, error: OSError) -> PatchError:
+    return PatchError(f"cannot write {path}", found=error.strerror or str(error), hint="name another place")
 
 
 def _is_in(target: _Target, release: Release) -> bool:

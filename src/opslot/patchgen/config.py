@@ -15,7 +15,6 @@ from opslot.patchgen.edits import (
     Decorate,
     Edit,
     Exclude,
-    Expectations,
     ImportSpec,
     InheritMethod,
     Slot,
@@ -45,7 +44,10 @@ class PatchConfig(TextPrimitives):
         self, source_module: str, *, target_file: str | None = None, description: str = "", discover: bool = True
     ) -> None:
         if "." not in source_module:
-            raise PatchError(f"PatchConfig needs a dotted module name, got {source_module!r}")
+            raise PatchError(
+                f"PatchConfig of {source_module!r}, which is not a dotted module name",
+                hint="name one such as transformers.models.qwen3.modeling_qwen3",
+            )
         self.source_module = source_module
         self.target_file = target_file or source_module.rpartition(".")[2] + ".py"
         self.description = description
@@ -58,9 +60,6 @@ class PatchConfig(TextPrimitives):
         self.dropped_imports: list[str] = []
         self.dependencies: list[str] = []
 
-    def _add(self, edit: Edit, name_map: Mapping[str, str] | None) -> None:
-        self.edits.append(edit.renamed(pairs_of(name_map)) if name_map else edit)
-
     def slot_method(
         self,
         target: str,
@@ -71,7 +70,6 @@ class PatchConfig(TextPrimitives):
         expects: str | Iterable[str] = (),
         outside_decorators: bool = False,
         parameters: Iterable[str] = (),
-        name_map: Mapping[str, str] | None = None,
     ) -> None:
         """Call the slot's kernel instead of a method's body while a kernel is bound.
 
@@ -86,20 +84,19 @@ class PatchConfig(TextPrimitives):
                 swaps the method, as `use_experts_implementation` does.
             parameters: outside the decorators, other parameters than the method's, which callers pass while a kernel is
                 bound.
-            name_map: prefixes of names with what each becomes, for an edit written for a sibling architecture.
         """
         _require_method(target, slot)
-        hashes = _fingerprints(expects)
-        edit = SlotMethod(
-            target,
-            slot=slot,
-            args=args,
-            returns=returns,
-            outside_decorators=outside_decorators,
-            parameters=tuple(parameters),
-            expects=hashes,
+        self.edits.append(
+            SlotMethod(
+                target,
+                slot=slot,
+                args=args,
+                returns=returns,
+                outside_decorators=outside_decorators,
+                parameters=tuple(parameters),
+                expects=_fingerprints(expects),
+            )
         )
-        self._add(edit, name_map)
 
     def slot_calls(
         self,
@@ -108,49 +105,40 @@ class PatchConfig(TextPrimitives):
         *,
         expects: Mapping[str, str | Iterable[str]] | None = None,
         count: int | None = None,
-        name_map: Mapping[str, str] | None = None,
     ) -> None:
         """Route every call of `function` inside a method through a slot of the calling class.
 
         `expects` maps the function, and each helper it relies on, to the fingerprints they may have. `count` is
         the number of calls; without it, at least one.
         """
-        self._add(SlotCalls(function, slot=slot, expects=_expectations(expects), count=count), name_map)
+        hashes = tuple((name, _fingerprints(values)) for name, values in (expects or {}).items())
+        self.edits.append(SlotCalls(function, slot=slot, expects=hashes, count=count))
 
-    def slot_expr(
-        self,
-        scope: str,
-        slot: Slot,
-        pattern: str,
-        *,
-        args: str,
-        count: int = 1,
-        name_map: Mapping[str, str] | None = None,
-    ) -> None:
+    def slot_expr(self, scope: str, slot: Slot, pattern: str, *, args: str, count: int = 1) -> None:
         """Compute an expression with the slot's kernel while one is bound; `args` may use the pattern's `$names`."""
         _require_method(scope, slot)
         bound = f"self.{slot.attribute}"
         template = f"{bound}({args}) if {bound} is not None else $match"
-        self._add(Anchored(scope, patterns=(pattern,), template=template, count=count, slot=slot), name_map)
+        self.edits.append(Anchored(scope, patterns=(pattern,), template=template, count=count, slot=slot))
 
-    def slot_loss(self, target: str, slot: Slot, *, name_map: Mapping[str, str] | None = None) -> None:
+    def slot_loss(self, target: str, slot: Slot) -> None:
         """Let a kernel compute the loss from hidden states and the head's weight.
 
         The variant `causal` covers the statements from the logits to the loss, with scaling and softcap, and skips the
-        logits (`opslot.patchgen.losses` says which forms); the variant `sequence_classification` replaces the loss
+        logits (in the forms of `opslot.patchgen.losses`); the variant `sequence_classification` replaces the loss
         of Transformers' generic classifiers of sequences and of tokens. Anything else raises when the module is
         generated.
         """
         _require_method(target, slot)
         if slot.variant == "causal":
-            self._add(SlotLoss(target, slot=slot), name_map)
+            self.edits.append(SlotLoss(target, slot=slot))
         elif slot.variant == "sequence_classification":
             pattern, template = classifier_form(target, slot)
-            self._add(Anchored(target, patterns=(pattern,), template=template, slot=slot), name_map)
+            self.edits.append(Anchored(target, patterns=(pattern,), template=template, slot=slot))
         else:
             raise PatchError(
-                f"slot_loss knows the variants causal and sequence_classification, not {slot.variant!r};"
-                " use PatchConfig.replace with a slot for another form"
+                f"slot_loss has no form of the variant {slot.variant!r}",
+                hint="use causal or sequence_classification, or PatchConfig.replace with a slot",
             )
 
     def replace(
@@ -292,7 +280,7 @@ class PatchConfig(TextPrimitives):
 
     @property
     def digest(self) -> str:
-        """Hash of everything the patch says."""
+        """Hash of everything in the patch."""
         parts = (
             self.source_module,
             self.target_file,
@@ -310,12 +298,8 @@ class PatchConfig(TextPrimitives):
 
 def _require_method(target: str, slot: Slot) -> None:
     if target.count(".") != 1:
-        raise PatchError(f"slot {slot} has to sit in a method, `Class.method`; got {target!r}")
+        raise PatchError(f"slot {slot} has to sit in a method, `Class.method`", found=repr(target))
 
 
 def _fingerprints(values: str | Iterable[str]) -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else tuple(values)
-
-
-def _expectations(expects: Mapping[str, str | Iterable[str]] | None) -> Expectations:
-    return tuple((name, _fingerprints(values)) for name, values in (expects or {}).items())

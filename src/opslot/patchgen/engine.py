@@ -44,7 +44,7 @@ def generate(patch: PatchConfig, release: Release) -> GeneratedModule:
 
     Raises:
         PatchError: a symbol or anchor is missing, matches another number of times, has another body than the
-            patch expects, or two edits claim one place.
+            patch expects, or two edits change the same code.
     """
     document, problems = apply_all(patch, release)
     if problems:
@@ -77,8 +77,9 @@ def check_conflicts(patch: PatchConfig) -> None:
             overlap = _replaces(first, second) or _replaces(second, first)
             if overlap or (both_in_front and first.target == second.target):
                 raise PatchError(
-                    f"two patches of {patch.source_module} claim one place: `{first.summary}` ({first.target})"
-                    f" and `{second.summary}` ({second.target}); drop one of them"
+                    f"two patches of {patch.source_module} edit the same code",
+                    found=f"`{first.summary}` ({first.target}) and `{second.summary}` ({second.target})",
+                    hint="drop one of them",
                 )
 
 

@@ -1,7 +1,7 @@
 """Forms: declarations of upstream code that an op can replace, by fingerprint or pattern, and of where its slot goes.
 
-The forms of an op are in its `forms.py`; `opslot.models.discovery` applies all of them to a module. This file has no
-knowledge of any op.
+The forms of an op are in its `forms.py`; `opslot.models.discovery` applies all of them to a module. This file names
+no op.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Reviewed:
         seen: architectures that have it, and releases where it is not all of them.
         helper: fingerprint of the function that decides what the code means, as `rotate_half` does; None for no such
             function.
-        args: the kernel's arguments, as source text where the form says so.
+        args: the kernel's arguments, as source text for forms that use it.
         returns: what a method returns, `{call}` being the kernel's result; written like `args`.
     """
 

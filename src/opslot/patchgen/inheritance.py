@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from collections.abc import Iterator
 
 import libcst as cst
 
@@ -61,27 +62,28 @@ def _import_names(text: str, module: UpstreamModule, document: Document, edit: I
 
 def module_bindings(module: UpstreamModule) -> dict[str, str]:
     """For each global name of a module, an absolute import statement that binds it."""
-    bindings: dict[str, str] = {}
-    for node in module.tree.body:
-        if isinstance(node, ast.ImportFrom):
-            source = absolute_name(module.name, node.level, node.module)
+    return {name: statement for node in module.tree.body for name, statement in _bound_by(node, module.name)}
+
+
+def _bound_by(node: ast.stmt, module: str) -> Iterator[tuple[str, str]]:
+    """The names that a statement of a module binds."""
+    match node:
+        case ast.ImportFrom():
+            source = absolute_name(module, node.level, node.module)
             for alias in node.names:
                 renamed = f" as {alias.asname}" if alias.asname else ""
-                bindings[alias.asname or alias.name] = f"from {source} import {alias.name}{renamed}"
-        elif isinstance(node, ast.Import):
+                yield alias.asname or alias.name, f"from {source} import {alias.name}{renamed}"
+        case ast.Import():
             for alias in node.names:
-                if alias.asname:
-                    bindings[alias.asname] = f"import {alias.name} as {alias.asname}"
-                else:
-                    bindings[alias.name.split(".")[0]] = f"import {alias.name.split('.')[0]}"
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bindings[node.name] = f"from {module.name} import {node.name}"
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
+                top = alias.name.split(".")[0]
+                yield (
+                    (alias.asname, f"import {alias.name} as {alias.asname}") if alias.asname else (top, f"import {top}")
+                )
+        case ast.FunctionDef() | ast.ClassDef():
+            yield node.name, f"from {module} import {node.name}"
+        case ast.Assign() | ast.AnnAssign():
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                if isinstance(target, ast.Name):
-                    bindings[target.id] = f"from {module.name} import {target.id}"
-    return bindings
+            yield from ((x.id, f"from {module} import {x.id}") for x in targets if isinstance(x, ast.Name))
 
 
 def absolute_name(module: str, level: int, name: str | None) -> str:

@@ -64,7 +64,10 @@ class Lock:
         try:
             data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != _FORMAT:
-                raise PatchError(f"{path} has format {data['format']}, this opslot reads {_FORMAT}")
+                raise PatchError(
+                    f"{path} has format {data['format']}, this opslot reads {_FORMAT}",
+                    hint="use the lock of this version, or write it again with --fix",
+                )
             lock = cls(lines={digest: hashes.split() for digest, hashes in data["lines"].items()})
             for arch, entry in data["archs"].items():
                 versions = entry["releases"].split()
@@ -79,7 +82,7 @@ class Lock:
         except FileNotFoundError:
             return cls()
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise PatchError(f"{path} is damaged ({error}); restore it, or write it again with --fix") from error
+            raise PatchError(f"{path} is damaged ({error})", hint="restore it, or write it again with --fix") from error
 
     def save(self, path: Path) -> None:
         """Write the lock; equal locks are equal bytes, and digests that no release uses are left out.
@@ -237,7 +240,7 @@ def _expand(steps: dict[str, T], versions: list[str]) -> dict[str, T]:
 def _difference(
     name: str, symbol: Symbol | None, locked: str, version: str, locked_lines: list[str], download: bool
 ) -> str:
-    """The changed lines: a diff when the locked release's text can be had, else their numbers."""
+    """The changed lines: a diff if the locked release's text is available, else their numbers."""
     if symbol is None:
         return f"    {name} is gone"
     old = _locked_symbol(name, locked, locked_lines, download and locked != version)
@@ -252,12 +255,12 @@ def _difference(
         )
         return "\n".join(f"    {line}" for line in lines)
     changed = _changed_lines(locked_lines, symbol)
-    note = f"    (the text of {locked} is not at hand; these lines are new or changed)"
+    note = f"    (the text of {locked} is not available; these lines are new or changed)"
     return "\n".join([note, *(f"    line {number}: {text}" for number, text in changed)])
 
 
 def _locked_symbol(name: str, version: str, locked_lines: list[str], download: bool) -> Symbol | None:
-    """The symbol as it was locked, if the release can be had and still says what the lock says."""
+    """The symbol as it was locked, if the release is available and has the locked text."""
     module, _, symbol_name = name.partition(":")
     try:
         symbol = find_release(version, download=download).module(module).symbol(symbol_name)

@@ -58,8 +58,8 @@ class LossRegion:
     original: str = ""
 
 
-# What a caller says about the loss. Some releases' vision-language models do not pass it on, so that micro batches and
-# ranks with different numbers of labels would be averaged wrongly.
+# Arguments about the loss. Some releases' vision-language models do not pass them on, so that micro batches and ranks
+# with different numbers of labels would be averaged wrongly.
 _PASSED_ON = ("num_items_in_batch", "shift_labels")
 
 # Transformers' generic classifiers. Their logits are few, so only the loss is replaced. Regression and multi-label
@@ -99,7 +99,7 @@ else:
 
 
 def classifier_form(target: str, slot: Slot) -> tuple[str, str]:
-    """Pattern and template for the loss of a classifier, whose class's name says what it classifies."""
+    """Pattern and template for the loss of a classifier, which classifies what its class is named after."""
     of_tokens = target.split(".")[0].endswith("ForTokenClassification")
     pattern, template = (_TOKEN_PATTERN, _TOKEN_TEMPLATE) if of_tokens else (_SEQUENCE_PATTERN, _SEQUENCE_TEMPLATE)
     return pattern, template.format(attribute=slot.attribute)

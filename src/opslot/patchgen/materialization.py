@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, cast
 
 from opslot._base.errors import PatchError
 from opslot._base.plugins import PATCH_FINDERS
-from opslot.patchgen.cache import cache_homes, prune, read_sealed, touch, write_sealed
+from opslot.patchgen.cache import cache_homes, locked, prune, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.source import Release, installed_release
 
@@ -46,7 +47,9 @@ def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> N
             already imported.
     """
     if not arch.isidentifier():
-        raise PatchError(f"the name of an architecture has to be a Python identifier, got {arch!r}")
+        raise PatchError(
+            f"{arch!r} is not the name of an architecture", hint="use a Python identifier, such as qwen3_moe"
+        )
     check_replaceable(arch, _registered.get(arch), patch, replace)
     _registered[arch] = patch
 
@@ -56,9 +59,9 @@ def check_replaceable(arch: str, known: PatchConfig | None, patch: PatchConfig, 
     if known is not None and known.digest == patch.digest:
         return
     if known is not None and not replace:
-        raise PatchError(f"{arch} is registered with another patch; pass replace=True to replace it")
+        raise PatchError(f"{arch} is registered with another patch", hint="pass replace=True to replace it")
     if f"{GENERATED_PACKAGE}.{arch}" in sys.modules:
-        raise PatchError(f"{GENERATED_PACKAGE}.{arch} is already imported; register the patch before the import")
+        raise PatchError(f"{GENERATED_PACKAGE}.{arch} is already imported", hint="register the patch before the import")
 
 
 def _finders() -> list[PatchFinder]:
@@ -88,7 +91,7 @@ def require_patch(arch: str, release: Release | None = None) -> PatchConfig:
     """Like `find_patch`, but an unknown architecture raises NoPatchError, which names the known ones."""
     patch = find_patch(arch, release)
     if patch is None:
-        raise NoPatchError(f"no patch for {arch!r}; there are patches for {', '.join(known_archs())}")
+        raise NoPatchError(f"no patch for {arch!r}", hint=f"there are patches for {', '.join(known_archs())}")
     return patch
 
 
@@ -110,20 +113,33 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
     target = patch.target_file if patch is not None else f"modeling_{arch}.py"
     relative = Path("generated", arch, key, "models", arch, target)
     homes = cache_homes()
+    if (cached := _cached(homes, relative)) is not None:
+        return cached
+    path = homes[-1] / relative
+    with locked(path.parents[3]):
+        # Another process may have written it since.
+        if (cached := _cached(homes, relative)) is not None:
+            return cached
+        from opslot.patchgen.engine import generate
+
+        text = generate(patch or require_patch(arch, release), release).text
+        try:
+            write_sealed(path, text)
+        except OSError as error:
+            raise PatchError(
+                f"cannot write {path}", found=error.strerror or str(error), hint="set OPSLOT_CACHE to another directory"
+            ) from error
+    prune(path.parents[3])
+    return path
+
+
+def _cached(homes: Iterable[Path], relative: Path) -> Path | None:
+    """The file of an entry in the first of `homes` that has it whole; None where none does."""
     for home in homes:
         if read_sealed(home / relative, home) is not None:
             touch(home / relative.parents[2])
             return home / relative
-    from opslot.patchgen.engine import generate
-
-    text = generate(patch or require_patch(arch, release), release).text
-    path = homes[-1] / relative
-    try:
-        write_sealed(path, text)
-    except OSError as error:
-        raise PatchError(f"cannot write {path}: {error.strerror}; set OPSLOT_CACHE to another directory") from error
-    prune(path.parents[3])
-    return path
+    return None
 
 
 def cache_key(patch: PatchConfig, release: Release) -> str:

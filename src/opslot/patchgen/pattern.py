@@ -52,7 +52,10 @@ def compile_pattern(text: str) -> Pattern:
     try:
         return Pattern(text, None, tuple(cst.parse_module(source + "\n").body))
     except cst.ParserSyntaxError as error:
-        raise PatchError(f"the pattern is neither an expression nor statements: {error.message}\n{text}") from None
+        raise PatchError(
+            f"a pattern is not Python code: {error.message}\n{text}",
+            hint="write an expression or statements, with $name for an expression and $*name for arguments",
+        ) from None
 
 
 def find_matches(pattern: Pattern, scope: cst.CSTNode) -> list[Match]:

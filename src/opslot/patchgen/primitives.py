@@ -105,8 +105,8 @@ class TextPrimitives:
     ) -> Any:
         """Add statements to a class's `__init__`.
 
-        They go to its end, before a final `self.post_init()`. A replacement that calls `original_init(...)` says
-        itself what goes before and what after upstream's body.
+        They go to its end, before a final `self.post_init()`. In a replacement that calls
+        `original_init(...)`, what is before that call goes before upstream's body, and the rest after it.
         """
 
         def add(obj: T) -> T:
@@ -159,7 +159,7 @@ def _text_of(obj: Callable[..., Any] | type | str) -> str:
     try:
         text = textwrap.dedent(inspect.getsource(obj))
     except (OSError, TypeError) as error:
-        raise PatchError(f"the source of {obj!r} cannot be read ({error}); define it in a file") from error
+        raise PatchError(f"the source of {obj!r} cannot be read ({error})", hint="define it in a file") from error
     lines = text.splitlines(keepends=True)
     (definition,) = ast.parse(text).body
     assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)

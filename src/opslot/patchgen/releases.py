@@ -26,18 +26,24 @@ def find_release(version: str, *, download: bool = True) -> Release:
         PatchError: it is neither installed nor cached, and cannot be (or must not be) downloaded.
     """
     if not re.fullmatch(r"\d+(\.\w+)*", version):
-        raise PatchError(f"{version!r} is not a Transformers version; write one like 5.23.0")
+        raise PatchError(f"{version!r} is not a Transformers version", hint="use one such as 5.23.0")
     installed = installed_release()
     if installed.version == version:
         return installed
     folder = cache_root() / PACKAGE / version
     if not (folder / PACKAGE / "__init__.py").is_file():
         if not download:
-            raise PatchError(f"transformers {version} is neither installed nor in {folder.parent}")
+            raise PatchError(
+                f"transformers {version} is neither installed nor in {folder.parent}", hint="allow the download"
+            )
         try:
             _download(version, folder)
         except OSError as error:
-            raise PatchError(f"cannot keep transformers {version} in {folder}: {error}; set OPSLOT_CACHE") from error
+            raise PatchError(
+                f"cannot keep transformers {version} in {folder}",
+                found=str(error),
+                hint="set OPSLOT_CACHE to another directory",
+            ) from error
     return Release(version, folder / PACKAGE)
 
 

@@ -76,7 +76,11 @@ def _definition(edit: Edit, text: str, name_map: NameMap) -> cst.FunctionDef | c
     module = cst.parse_module(text)
     definitions = [node for node in module.body if isinstance(node, cst.FunctionDef | cst.ClassDef)]
     if len(definitions) != 1:
-        raise PatchError(f"{edit.summary}: the replacement has to be one class or function, found {len(definitions)}")
+        raise PatchError(
+            f"{edit.summary}: the replacement is not one class or function",
+            found=f"{len(definitions)} definitions",
+            hint="add others with add_helper",
+        )
     definition = definitions[0].with_changes(
         leading_lines=[*(line for line in module.header if line.comment), *definitions[0].leading_lines]
     )

@@ -173,7 +173,7 @@ def installed_release() -> Release:
     """The release that `import transformers` would load, found without importing it."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise PatchError("transformers is not installed; install it with `pip install 'transformers>=5.9'`")
+        raise PatchError("transformers is not installed", hint="install it with `pip install 'transformers>=5.9'`")
     root = Path(spec.origin).parent
     return Release(read_version(root), root)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import singledispatch
+from dataclasses import fields
 from typing import Any
 
 from opslot.patchgen.config import PatchConfig
@@ -22,19 +22,21 @@ from opslot.patchgen.edits import (
     UndecoratedCopy,
 )
 from opslot.patchgen.losses import classifier_form
+from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
+
+_REPLACEMENTS = {"class": "replace_class", "function": "replace_function", "method": "override_method"}
 
 
 def patch_source(patch: PatchConfig) -> str:
     """Source text of a module whose `patch` has the same edits and adds nothing to them by discovery."""
     kept = {"target_file": patch.target_file, "description": patch.description, "discover": False}
+    external = ", create_patch_from_external" if any(isinstance(e, ExternalReplacement) for e in patch.edits) else ""
     lines = [
         f'"""Slots of {patch.source_module}."""\n',
-        "from opslot.patchgen import PatchConfig, Slot\n",
+        f"from opslot.patchgen import PatchConfig, Slot{external}\n",
         f"patch = {_call('PatchConfig', patch.source_module, **kept)}",
     ]
-    for edit in patch.edits:
-        name, args, options = _written(edit)
-        lines.append(_call(f"patch.{name}", *args, **{key: value for key, value in options.items() if value}))
+    lines += map(_method_call, patch.edits)
     lines += _module_parts(patch)
     return "\n".join(lines) + "\n"
 
@@ -56,74 +58,68 @@ def _module_parts(patch: PatchConfig) -> Iterator[str]:
         yield _call("patch.depends_on", module, symbol)
 
 
-_Written = tuple[str, tuple[Any, ...], dict[str, Any]]
+def _method_call(edit: Edit) -> str:
+    """The call of a method of `PatchConfig` that makes an edit."""
+    match edit:
+        case SlotMethod():
+            options = _options(edit, "args", "returns", "expects", "outside_decorators", "parameters")
+            return _call("patch.slot_method", edit.target, edit.slot, **options)
+        case SlotCalls():
+            options = _options(edit, "count")
+            if edit.expects:
+                options["expects"] = dict(edit.expects)
+            return _call("patch.slot_calls", edit.target, edit.slot, **options)
+        case ConfigSlot():
+            return _call("patch.slot_config", (edit.target, *edit.others), edit.slot, **_options(edit, "depends"))
+        case SlotLoss():
+            return _call("patch.slot_loss", edit.target, edit.slot)
+        case Anchored():
+            return _anchored_call(edit)
+        case InheritMethod():
+            return _call("patch.inherit_method", edit.target, edit.from_module, edit.from_symbol)
+        case UndecoratedCopy():
+            return _call("patch.copy_undecorated", edit.target, edit.name)
+        case Exclude():
+            return _call("patch.exclude_from_output", *edit.whole)
+        case Decorate():
+            return _call("patch.decorate", edit.target, edit.module, edit.decorator)
+        case ClassAttribute():
+            return _call("patch.set_attribute", edit.target, edit.attribute, edit.value)
+        case Replacement() | ModifyInit():
+            name = _REPLACEMENTS[edit.kind] if isinstance(edit, Replacement) else "modify_init"
+            options = {"name_map": dict(edit.name_map)} if edit.name_map else {}
+            return _call(f"patch.{name}", edit.target, edit.text, **options, **_described(edit))
+        case ExternalReplacement():
+            made = _call(
+                "create_patch_from_external", edit.target, edit.source_module, edit.source_name, **_described(edit)
+            )
+            return f"patch.edits.append({made})"
+        case _:
+            raise TypeError(f"{type(edit).__name__} can't be written to a patch file")
 
 
-@singledispatch
-def _written(edit: Edit) -> _Written:
-    """The method of `PatchConfig` that makes an edit, its arguments and its options."""
-    raise TypeError(f"{type(edit).__name__} can't be written to a patch file")
-
-
-@_written.register
-def _(edit: SlotMethod) -> _Written:
-    options = {"args": edit.args, "expects": list(edit.expects), "outside_decorators": edit.outside_decorators}
-    return "slot_method", (edit.target, edit.slot), options
-
-
-@_written.register
-def _(edit: SlotCalls) -> _Written:
-    expects = {name: list(hashes) for name, hashes in edit.expects}
-    return "slot_calls", (edit.target, edit.slot), {"expects": expects, "count": edit.count}
-
-
-@_written.register
-def _(edit: ConfigSlot) -> _Written:
-    return "slot_config", ([edit.target, *edit.others], edit.slot), {"depends": list(edit.depends)}
-
-
-@_written.register
-def _(edit: SlotLoss) -> _Written:
-    return "slot_loss", (edit.target, edit.slot), {}
-
-
-@_written.register
-def _(edit: Anchored) -> _Written:
-    slot, count = edit.slot, edit.count if edit.count != 1 else None
+def _anchored_call(edit: Anchored) -> str:
+    slot = edit.slot
     if slot is not None:
         if (*edit.patterns, edit.template) == classifier_form(edit.target, slot):
-            return "slot_loss", (edit.target, slot), {}
+            return _call("patch.slot_loss", edit.target, slot)
         start, end = f"self.{slot.attribute}(", f") if self.{slot.attribute} is not None else $match"
         if edit.template.startswith(start) and edit.template.endswith(end):
             args = edit.template.removeprefix(start).removesuffix(end)
-            return "slot_expr", (edit.target, slot, edit.patterns[0]), {"args": args, "count": count}
-    options = {"count": count, "note": edit.note, "slot": slot}
-    return edit.mode, (edit.target, list(edit.patterns), edit.template), options
+            return _call("patch.slot_expr", edit.target, slot, *edit.patterns, args=args, **_options(edit, "count"))
+    options = _options(edit, "count", "note", "slot")
+    patterns = edit.patterns if len(edit.patterns) > 1 else edit.patterns[0]
+    return _call(f"patch.{edit.mode}", edit.target, patterns, edit.template, **options)
 
 
-@_written.register
-def _(edit: InheritMethod) -> _Written:
-    return "inherit_method", (edit.target, edit.from_module, edit.from_symbol), {}
+def _options(edit: Edit, *names: str) -> dict[str, Any]:
+    """The fields of an edit that do not have their default."""
+    defaults = {field.name: field.default for field in fields(edit)}
+    return {name: value for name in names if (value := getattr(edit, name)) != defaults[name]}
 
 
-@_written.register
-def _(edit: UndecoratedCopy) -> _Written:
-    return "copy_undecorated", (edit.target, edit.name), {}
-
-
-@_written.register
-def _(edit: Exclude) -> _Written:
-    return "exclude_from_output", edit.whole, {}
-
-
-@_written.register
-def _(edit: Decorate) -> _Written:
-    return "decorate", (edit.target, edit.module, edit.decorator), {}
-
-
-@_written.register
-def _(edit: ClassAttribute) -> _Written:
-    return "set_attribute", (edit.target, edit.attribute, edit.value), {}
+def _described(edit: Edit) -> dict[str, str]:
+    return {"description": edit.note} if edit.note else {}
 
 
 def _call(function: str, *args: Any, **options: Any) -> str:
@@ -138,8 +134,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, Slot):
         named = f", name={value.name!r}" if value.name else ""
         return f"Slot({value.op!r}, {value.variant!r}{named})"
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) and "\n" in value[0]:
-        value = value[0]
     if isinstance(value, str) and "\n" in value and '"""' not in value and "\\" not in value:
-        return f'"""\\\n{value}\n"""'
+        end = "" if value.endswith("\n") else "\\\n"
+        return f'"""\\\n{value}{end}"""'
     return repr(value)

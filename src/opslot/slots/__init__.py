@@ -4,10 +4,10 @@ from opslot.slots.bind import bind, binding_of, bound_config, explain, unbind, w
 from opslot.slots.binding import Binding, SlotBinding, Wrapper, resolve
 from opslot.slots.config import OpsImplementationConfig, config_fields
 from opslot.slots.op import Cost, InputCase, OpSpec, OpVariant
-from opslot.slots.profile import Profile, Timing, profile_path, read_profile, write_profile
-from opslot.slots.protocol import declared_slots, walk_slots
+from opslot.slots.profile import Timing, read_profile, write_profile
+from opslot.slots.protocol import walk_slots
 from opslot.slots.registry import KERNEL_REGISTRY, KernelRegistry, Resolution
-from opslot.slots.report import BindingReport, BindingRow, SkippedRow, format_table
+from opslot.slots.report import BindingReport, format_table
 from opslot.slots.slot import BoundKernel, OpSlot
 from opslot.slots.spec import HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
@@ -15,7 +15,6 @@ __all__ = [
     "KERNEL_REGISTRY",
     "Binding",
     "BindingReport",
-    "BindingRow",
     "BoundKernel",
     "Cost",
     "HardwareRequirement",
@@ -27,10 +26,8 @@ __all__ = [
     "OpSpec",
     "OpVariant",
     "OpsImplementationConfig",
-    "Profile",
     "Requirement",
     "Resolution",
-    "SkippedRow",
     "SlotBinding",
     "Timing",
     "Wrapper",
@@ -38,10 +35,8 @@ __all__ = [
     "binding_of",
     "bound_config",
     "config_fields",
-    "declared_slots",
     "explain",
     "format_table",
-    "profile_path",
     "read_profile",
     "resolve",
     "unbind",

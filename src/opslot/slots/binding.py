@@ -376,7 +376,9 @@ def _placement(
     import torch
 
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of torch; pass torch.bfloat16, float16 or float32")
+        raise ConfigError(
+            f"dtype={dtype!r} is not a floating dtype of torch", hint="pass torch.bfloat16, float16 or float32"
+        )
     first = next(iter(model.parameters()), None)
     where = device if device is not None else (first.device if first is not None else "cpu")
     return facts_of(where), dtype or _dtype_of(model)

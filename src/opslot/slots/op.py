@@ -34,8 +34,8 @@ class InputCase:
 
     Attributes:
         name: short and unique within the variant, e.g. "odd rows, strided".
-        make: `(dtype, device, generator) -> arguments by name`; floating tensors in `dtype` unless the contract says
-            otherwise, random, never all zero.
+        make: `(dtype, device, generator) -> arguments by name`; floating tensors in `dtype` unless the contract has
+            others, random, never all zero.
         role: "check" for `opslot verify` and tests, "bench" for shapes worth timing (large; GPU).
         shape: what `OpVariant.static_shape` returns for a call site of these sizes; None where no call site has them.
     """

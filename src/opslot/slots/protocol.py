@@ -147,7 +147,7 @@ def copy_upstream_globals(original: type, generated: type) -> None:
 
 
 def sub_model(cls: type) -> SubModel | None:
-    """What a class says about the sub-model that trains; None for a model that trains as a whole."""
+    """The sub-model of a class that trains; None for a model that trains as a whole."""
     found = getattr(cls, SUB_MODEL, None)
     return None if found is None else SubModel(**found)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 def randn(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: float = 1.0
 ) -> Tensor:
-    """Normal numbers, drawn in fp32 on the generator's device so that every dtype sees the same values."""
+    """Normal numbers, drawn in fp32 on the generator's device so that every dtype gets the same values."""
     x = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
     return (x * scale).to(device=device, dtype=dtype)
 

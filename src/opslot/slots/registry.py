@@ -60,7 +60,7 @@ class KernelRegistry:
             raise ConfigError(f"register_op takes an OpSpec, got {op!r}")
         with self._lock:
             if self._ops.setdefault(op.name, op) is not op:
-                raise ConfigError(f"op {op.name!r} is registered already; give the new one another name")
+                raise ConfigError(f"op {op.name!r} is registered already", hint="give the new one another name")
             return op
 
     def register(self, spec: KernelSpec, replace: bool = False) -> KernelSpec:
@@ -73,7 +73,7 @@ class KernelRegistry:
         """
         if not isinstance(spec, KernelSpec):
             raise ConfigError(
-                f"register takes a KernelSpec, got {spec!r}; wrap the kernel: KernelSpec(name, op, variant, ...)"
+                f"register takes a KernelSpec, got {spec!r}", hint="wrap the kernel: KernelSpec(name, op, variant, ...)"
             )
         self._discover()
         with self._lock:
@@ -81,8 +81,8 @@ class KernelRegistry:
             op.variant(spec.variant)
             if spec.key in self._specs and not replace:
                 raise ConfigError(
-                    f"kernel {spec.name!r} for {spec.op_name}/{spec.variant} is registered already; "
-                    "choose another name or pass replace=True"
+                    f"kernel {spec.name!r} for {spec.op_name}/{spec.variant} is registered already",
+                    hint="choose another name or pass replace=True",
                 )
             # Built-in and entry-point kernels stay lazy (their own tests load them); a kernel registered by hand is
             # checked at once wherever it can run, so that the mistake shows where it is made.
@@ -190,7 +190,7 @@ class KernelRegistry:
             hint = _factory_hint(spec) or f"fix what it imports, or select another kernel, e.g. {field}='eager'"
             raise KernelError(f"{label} could not be loaded: {type(error).__name__}: {error}", hint=hint) from error
         if not callable(kernel):
-            raise ConfigError(f"{label}: its factory gave {kernel!r}; it must return the kernel, a function")
+            raise ConfigError(f"{label}: its factory gave no function", found=repr(kernel), hint="return the kernel")
         problem = self.op(spec.op_name).variant(spec.variant).signature_problem(kernel)
         if problem:
             raise ConfigError(f"{label} {problem}")

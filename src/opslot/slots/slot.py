@@ -57,7 +57,7 @@ class BoundKernel:
             ) from error
 
     def can_serve(self, *modules: Any) -> bool:
-        """Whether this kernel may run in place of a call of `modules`, which generated code asks; see `OpSpec`."""
+        """Whether this kernel may run in place of a call of `modules`, as generated code checks; see `OpSpec`."""
         return self._can_serve is None or self._can_serve(self, *modules)
 
     def other_variant(self, variant: str) -> BoundKernel:

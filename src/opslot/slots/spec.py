@@ -33,7 +33,7 @@ def _as_capability(name: str, value: Any) -> Capability | None:
     parts = value.split(".") if isinstance(value, str) else value
     if isinstance(parts, list | tuple) and len(parts) == 2 and all(str(part).isdecimal() for part in parts):
         return int(parts[0]), int(parts[1])
-    raise ConfigError(f"{name}={value!r} is not a valid compute capability; write (9, 0), 90 or '9.0'")
+    raise ConfigError(f"{name}={value!r} is not a valid compute capability", hint="write (9, 0), 90 or '9.0'")
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,20 @@ class HardwareRequirement:
         if self.device_type == "cuda":
             object.__setattr__(self, "device_type", "gpu")
         if self.device_type not in DEVICE_TYPES:
-            raise ConfigError(f"unknown device_type {self.device_type!r}; use one of {', '.join(DEVICE_TYPES)}")
+            raise ConfigError(f"unknown device_type {self.device_type!r}", hint=f"use one of {', '.join(DEVICE_TYPES)}")
         for name in ("min_compute_capability", "max_compute_capability"):
             value = _as_capability(name, getattr(self, name))
             if value is not None and self.device_type != "gpu":
-                raise ConfigError(f"{name} is a property of GPUs, but device_type is {self.device_type!r}")
+                raise ConfigError(
+                    f"{name} is a property of GPUs, but device_type is {self.device_type!r}",
+                    hint='use device_type="gpu"',
+                )
             object.__setattr__(self, name, value)
         low, high = self.min_compute_capability, self.max_compute_capability
         if low and high and low > high:
             raise ConfigError(
-                f"min_compute_capability {low[0]}.{low[1]} is above max_compute_capability {high[0]}.{high[1]}; "
-                "no GPU fits, exchange them"
+                f"min_compute_capability {low[0]}.{low[1]} is above max_compute_capability {high[0]}.{high[1]}",
+                hint="exchange them",
             )
 
     def unsupported(self, device: DeviceFacts) -> str | None:
@@ -230,7 +233,8 @@ class KernelSpec:
     def __post_init__(self) -> None:
         if self.name in ("auto", "eager"):
             raise ConfigError(
-                f"{self.op_name}/{self.variant}: {self.name!r} is reserved and cannot name a kernel; pick another name"
+                f"{self.op_name}/{self.variant}: {self.name!r} is reserved and cannot name a kernel",
+                hint="pick another name",
             )
         for label in ("name", "op_name", "variant"):
             value = getattr(self, label)

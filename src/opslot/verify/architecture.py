@@ -37,6 +37,7 @@ from opslot.verify.bisect import Float64Mode, bisect, in_fp64, loss_and_gradient
 from opslot.verify.isolated import Processes
 from opslot.verify.media import KINDS, RAISES, MediaSamples, media_samples, packed_samples, parallel_samples
 from opslot.verify.random_model import (
+    SEED,
     packed_batches,
     random_ids,
     random_model,
@@ -62,7 +63,7 @@ class CheckOutcome:
 
     Attributes:
         name: of the check.
-        result: "passed", "failed", or "unsupported" where opslot says that the model cannot do it.
+        result: "passed", "failed", or "unsupported" where opslot does not support it for the model.
         detail: what was compared, what failed, or why it is not supported.
     """
 
@@ -127,8 +128,6 @@ def check_architecture(
     ops: Ops = "auto",
     *,
     checks: Sequence[str] = CHECKS,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
     processes: Processes | None = None,
 ) -> ArchitectureCheck:
     """Run `CHECKS` on a tiny random model of an architecture.
@@ -141,8 +140,6 @@ def check_architecture(
             config, which is used as it is.
         ops: the kernels to check, as `opslot.apply` takes them.
         checks: those of `CHECKS` that run.
-        device: where the model runs in the checks eager and auto; the others run on the CPU.
-        seed: of weights and tokens.
         processes: two worker processes, to use them for several architectures; None starts them where a check needs
             them.
 
@@ -158,20 +155,20 @@ def check_architecture(
     name = model_type_of(arch_or_config) if isinstance(arch_or_config, str) else arch_or_config.model_type
     try:
         configs = tiny_configs(name) if isinstance(arch_or_config, str) else (arch_or_config,)
-        config, model, media, missing = _first_that_runs(configs, seed)
+        config, model, media, missing = _first_that_runs(configs)
         kernels = apply(model, ops)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))
     except Exception as error:
         return ArchitectureCheck(name, error=f"raised {type(error).__name__}: {error}")
-    run = _Run(config, ops, torch.device(device), seed, processes, media)
-    with run:
+    with Processes(WORLD) if processes is None else contextlib.nullcontext(processes) as workers:
+        run = _Run(config, ops, workers, media)
         outcomes = tuple(run.outcome(check) for check in CHECKS if check in checks)
     return ArchitectureCheck(name, outcomes, kernels, "", tuple(media.batches) if media else ("text",), missing)
 
 
 def _first_that_runs(
-    configs: Iterable[PreTrainedConfig], seed: int
+    configs: Iterable[PreTrainedConfig],
 ) -> tuple[PreTrainedConfig, Any, MediaSamples | None, Mapping[str, str]]:
     """A config and its model with samples of media: the first whose media Transformers runs, else that with the most.
 
@@ -182,8 +179,8 @@ def _first_that_runs(
     error: Exception | None = None
     for config in configs:
         try:
-            model = random_model(config, seed)
-            found.append((config, model, *_media_samples(model, seed)))
+            model = random_model(config)
+            found.append((config, model, *_media_samples(model)))
         except Exception as raised:
             error = error or raised
             continue
@@ -195,9 +192,9 @@ def _first_that_runs(
     return min(found, key=lambda each: len(each[-1]))
 
 
-def _media_samples(model: Any, seed: int) -> tuple[MediaSamples | None, Mapping[str, str]]:
+def _media_samples(model: Any) -> tuple[MediaSamples | None, Mapping[str, str]]:
     """Samples with images, videos and audio, and why some are missing."""
-    found = media_samples(trained_part(copy.deepcopy(model)).eval(), seed)
+    found = media_samples(trained_part(copy.deepcopy(model)).eval())
     if found is None:
         return None, {}
     return (found if found.batches.keys() & {*KINDS} else None), found.missing
@@ -206,26 +203,10 @@ def _media_samples(model: Any, seed: int) -> tuple[MediaSamples | None, Mapping[
 class _Run:
     """The checks of one config."""
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        ops: Ops,
-        device: torch.device,
-        seed: int,
-        processes: Processes | None,
-        media: MediaSamples | None,
-    ) -> None:
-        self.config, self.ops, self.device, self.seed, self.media = config, ops, device, seed, media
-        self.ids = random_ids(config, seed)
-        self._processes = processes
-        self._stack = contextlib.ExitStack()
+    def __init__(self, config: PreTrainedConfig, ops: Ops, processes: Processes, media: MediaSamples | None) -> None:
+        self.config, self.ops, self.processes, self.media = config, ops, processes, media
+        self.ids = random_ids(config)
         self._one_process: dict[tuple[int, ...], dict[str, Tensor]] = {}
-
-    def __enter__(self) -> _Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def outcome(self, check: str) -> CheckOutcome:
         function = getattr(self, f"_{check}", None)
@@ -237,7 +218,7 @@ class _Run:
             return CheckOutcome(check, "failed", f"raised {type(error).__name__}: {error}")
 
     def _eager(self) -> tuple[str, str]:
-        original = random_model(self.config, self.seed).to(self.device)
+        original = random_model(self.config)
         model = copy.deepcopy(original)
         apply(model, "eager")
         _run_the_same_code(trained_part(original), trained_part(model))
@@ -249,7 +230,7 @@ class _Run:
         return "passed", "loss and gradients equal Transformers' bit for bit"
 
     def _auto(self) -> tuple[str, str]:
-        model = random_model(self.config, self.seed).to(self.device)
+        model = random_model(self.config)
         apply(model, self.ops)
         detail = "loss and gradients equal the fp64 reference"
         for name, batch in self._batches().items():
@@ -266,18 +247,13 @@ class _Run:
     def _of(self, sample: str) -> str:
         return "" if self.media is None else f"{sample}: "
 
-    def _batches(self, device: torch.device | str | None = None) -> dict[str, dict[str, Any]]:
-        """By name, arguments of a forward on a device; default: that of the checks eager and auto."""
-        if self.media is None:
-            found: Mapping[str, dict[str, Any]] = {"text": {"input_ids": self.ids, "labels": self.ids}}
-        else:
-            found = self.media.batches
-        place = device or self.device
-        return {name: {key: x.to(place) for key, x in batch.items()} for name, batch in found.items()}
+    def _batches(self) -> Mapping[str, dict[str, Any]]:
+        """Arguments of a forward, by name."""
+        return {"text": {"input_ids": self.ids, "labels": self.ids}} if self.media is None else self.media.batches
 
     def _differs_in_its_dtype(self, model: Any, batch: dict[str, Any]) -> str | None:
         """The largest difference from Transformers' code where that does not run in float64; None where it does."""
-        original = random_model(self.config, self.seed).to(self.device)
+        original = random_model(self.config)
         # Without kernels of other packages that Transformers selects.
         apply(original, "eager")
         exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
@@ -297,18 +273,18 @@ class _Run:
         if self.media is None:
             packed, alone = packed_batches(self.ids)
         else:
-            part = trained_part(random_model(self.config, self.seed))
+            part = trained_part(random_model(self.config))
             positions = RopePositions(part.config, type(part).__name__)
             packed, alone = packed_samples(positions, self.media)
         worst = worst_difference(train_step(model, packed), train_step(model, alone))
         return ("failed", worst) if worst else ("passed", "equals the documents alone")
 
     def _frozen(self) -> tuple[str, str]:
-        model, original = self._model(), random_model(self.config, self.seed).eval()
+        model, original = self._model(), random_model(self.config).eval()
         # Its other implementations ignore that some encoders are bidirectional (Phi-4 multimodal).
         original.set_attn_implementation("eager")
         # Without the language model, samples of text train nothing.
-        batches = [batch for name, batch in self._batches("cpu").items() if self.media is None or name != "text"]
+        batches = [batch for name, batch in self._batches().items() if self.media is None or name != "text"]
         parts = _frozen_parts(model, has_media=self.media is not None)
         for part, names in parts.items():
             for own in (model, original):
@@ -323,11 +299,9 @@ class _Run:
         return "passed", f"frozen in turn: {', '.join(parts)}"
 
     def _parallel(self, check: str) -> tuple[str, str]:
-        if self._processes is None:
-            self._processes = self._stack.enter_context(Processes(WORLD))
         batches = [[whole_batch(self.ids)]] if self.media is None else parallel_samples(self.media, check)
         wanted = self._wanted([batch for own in batches for batch in own])
-        found = two_process_step(check, self.config, self.ops, self.seed, self._processes, batches)
+        found = two_process_step(check, self.config, self.ops, self.processes, batches)
         if found.unsupported:
             return "unsupported", found.unsupported
         if found.values is None:
@@ -344,7 +318,7 @@ class _Run:
         return self._one_process[key]
 
     def _checkpoint(self) -> tuple[str, str]:
-        original = random_model(self.config, self.seed)
+        original = random_model(self.config)
         wanted = original.state_dict()
         with tempfile.TemporaryDirectory() as folder:
             for name, there in self._round_trips(original, Path(folder)):
@@ -373,13 +347,13 @@ class _Run:
 
     def _model(self) -> Any:
         """The model bound to the kernels asked for, in evaluation mode: router jitter would make each run another."""
-        model = random_model(self.config, self.seed).eval()
+        model = random_model(self.config).eval()
         apply(model, self.ops)
         return model
 
     def _step(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self.seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
             return loss_and_gradients(model, batch)
 
 

@@ -208,7 +208,7 @@ class _Expected:
 def loss_and_gradients(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     loss = getattr(model(**batch), "loss", None)
     if loss is None:
-        raise ConfigError(f"bisect: {type(model).__name__} returns no loss on this batch; add labels to it")
+        raise ConfigError(f"bisect: {type(model).__name__} returns no loss on this batch", hint="add labels to it")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
     return {"loss": loss.detach(), **{f"grad {name}": g for name, g in zip(named, grads, strict=True)}}

@@ -36,13 +36,13 @@ def spoils_device(message: str) -> bool:
 
 
 class Lost(str):
-    """Why there is no result: "died" or "was not done after 60 s"."""
+    """Why there is no result: "exited" or "was not done after 60 s"."""
 
 
 class Processes:
     """Worker processes, kept from one batch of checks to the next because their imports take seconds.
 
-    Each runs one item at a time, so that an item that kills its process or hangs is known.
+    Each runs one item at a time, so that an item that ends its process or hangs is identified.
 
     Args:
         count: of processes. They start when there is work, and one that became unusable is replaced.
@@ -82,7 +82,7 @@ class Processes:
 
         Yields:
             Items with their results, as they arrive. The result is `Lost` for an item that exceeds its limit, or whose
-            process dies and dies again in a new process.
+            process exits, and exits again in a new process.
 
         Raises:
             KernelError: `function` raised.
@@ -100,12 +100,12 @@ class Processes:
                     self._busy.remove(worker)
                     item = worker.item
                     result = worker.end()
-                    died = isinstance(result, Lost)
-                    if died or spoils(result):
+                    exited = isinstance(result, Lost)
+                    if exited or spoils(result):
                         worker.stop()
                     else:
                         self._idle.append(worker)
-                    if died and not worker.late and item not in again:
+                    if exited and not worker.late and item not in again:
                         # What ran before in this process may be the cause.
                         again.add(item)
                         todo.append(item)
@@ -117,7 +117,7 @@ class Processes:
             self._busy = []
 
     def _ready(self) -> list[_Worker]:
-        """Wait for workers that have a result, have died or are out of time."""
+        """Wait for workers that have a result, have exited or are out of time."""
         ends = [worker.ends for worker in self._busy if worker.ends is not None]
         readable = wait(
             [worker.pipe for worker in self._busy], max(0.0, min(ends) - time.monotonic()) if ends else None
@@ -143,7 +143,7 @@ class _Worker:
     def begin(self, function: Callable[[Any], Any], item: Any, limit: float | None) -> None:
         self.item, self._limit = item, limit
         self.ends = None if limit is None else time.monotonic() + limit
-        # If the process has died, reading its result reports it.
+        # If the process has exited, reading its result reports it.
         with contextlib.suppress(OSError):
             self.pipe.send((function, item))
 
@@ -159,7 +159,7 @@ class _Worker:
             good, result = self.pipe.recv()
         except (EOFError, OSError):
             self.ends = None
-            return Lost("died")
+            return Lost("exited")
         self.ends = None
         if not good:
             raise KernelError(f"a check raised, which is a bug in opslot:\n{result}")

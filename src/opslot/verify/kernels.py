@@ -53,7 +53,7 @@ def verify_kernels(
     if kernel is not None:
         _require_kernel(kernel, specs, [name for name in ops if name is not None])
     checks = [
-        _Check(*spec.key, case.name, dtype, str(where), seed)
+        KernelCheck(*spec.key, case.name, dtype, str(where), seed)
         for spec in specs
         if kernel in (None, spec.name) and (where := _place(spec, device)) is not None
         for dtype in dtypes
@@ -78,9 +78,9 @@ def _require_kernel(kernel: str, specs: Sequence[KernelSpec], ops: Sequence[str]
     )
 
 
-def _run_in_workers(checks: list[_Check], workers: int) -> Iterator[CheckResult]:
+def _run_in_workers(checks: list[KernelCheck], workers: int) -> Iterator[CheckResult]:
     """The results of `checks`, in their order, from `workers` processes."""
-    found: dict[_Check, CheckResult] = {}
+    found: dict[KernelCheck, CheckResult] = {}
     order = iter(checks)
     following = next(order, None)
     with Processes(workers) as processes:
@@ -94,8 +94,8 @@ def _run_in_workers(checks: list[_Check], workers: int) -> Iterator[CheckResult]
 
 
 @dataclass(frozen=True)
-class _Check:
-    """One kernel in one dtype, on one case of its op."""
+class KernelCheck:
+    """Compare a registered kernel, in one dtype, with the fp64 reference on one case of its op."""
 
     op: str
     variant: str
@@ -103,10 +103,29 @@ class _Check:
     case: str
     dtype: torch.dtype
     device: str
-    seed: int
+    seed: int = 0
 
     def failed(self, problem: str) -> CheckResult:
         return CheckResult(self.op, self.variant, self.kernel, self.case, dtype_name(self.dtype), problem=problem)
+
+    def run(self) -> CheckResult:
+        """Load and check the kernel in this process.
+
+        Raises:
+            KernelError: it cannot be loaded.
+        """
+        variant = KERNEL_REGISTRY.op(self.op).variant(self.variant)
+        return check_kernel(
+            KERNEL_REGISTRY.load(self.op, self.variant, self.kernel),
+            self.op,
+            variant,
+            variant.case(self.case),
+            self.dtype,
+            self.device,
+            name=self.kernel,
+            seed=self.seed,
+            relative_error=KERNEL_REGISTRY.get(self.op, self.variant, self.kernel).relative_error,
+        )
 
 
 def _place(spec: KernelSpec, device: torch.device | str | None) -> torch.device | None:
@@ -118,23 +137,11 @@ def _place(spec: KernelSpec, device: torch.device | str | None) -> torch.device 
     return None
 
 
-def _run(check: _Check) -> CheckResult:
-    variant = KERNEL_REGISTRY.op(check.op).variant(check.variant)
+def _run(check: KernelCheck) -> CheckResult:
     try:
-        kernel = KERNEL_REGISTRY.load(check.op, check.variant, check.kernel)
+        return check.run()
     except KernelError as error:
         return check.failed(str(error))
-    return check_kernel(
-        kernel,
-        check.op,
-        variant,
-        variant.case(check.case),
-        check.dtype,
-        check.device,
-        name=check.kernel,
-        seed=check.seed,
-        relative_error=KERNEL_REGISTRY.get(check.op, check.variant, check.kernel).relative_error,
-    )
 
 
 def _spoils(result: CheckResult) -> bool:

@@ -22,7 +22,7 @@ from opslot.models._images import Size, visual_inputs
 from opslot.models._modalities import computes_features_inside, feature_module
 from opslot.models._probe import count_features
 from opslot.verify.inlined import Form, InlinedInputs
-from opslot.verify.random_model import text_ids
+from opslot.verify.random_model import SEED, text_ids
 
 KINDS = ("image", "video", "audio")
 # What the samples consist of, besides text. "mixed" has what a model takes of its kinds.
@@ -57,18 +57,18 @@ class MediaSamples:
     missing: Mapping[str, str]
 
 
-def media_samples(model: Any, seed: int) -> MediaSamples | None:
+def media_samples(model: Any) -> MediaSamples | None:
     """The samples that `model`, of Transformers' own class, takes; None for a model without encoders."""
     holder = feature_module(model)
     if holder is not None:
         own = [kind for kind in KINDS if hasattr(holder, f"get_{kind}_features")]
         tokens: dict[str, Sequence[int]] = {}
-        return _samples(own, lambda kinds: _first_that_runs(model, holder, kinds, tokens, seed))
+        return _samples(own, lambda kinds: _first_that_runs(model, holder, kinds, tokens))
     inlined = InlinedInputs(model)
     if not inlined.names:
         return None
     forms: dict[str, Form] = {}
-    return _samples(inlined.names, lambda kinds: _first_form_that_runs(inlined, kinds, forms, seed))
+    return _samples(inlined.names, lambda kinds: _first_form_that_runs(inlined, kinds, forms))
 
 
 def _samples(own: Collection[str], find: Callable[[Sequence[str]], tuple[Batch | None, str]]) -> MediaSamples:
@@ -96,7 +96,7 @@ def _samples(own: Collection[str], find: Callable[[Sequence[str]], tuple[Batch |
 
 
 def _first_form_that_runs(
-    inlined: InlinedInputs, kinds: Sequence[str], known: dict[str, Form], seed: int
+    inlined: InlinedInputs, kinds: Sequence[str], known: dict[str, Form]
 ) -> tuple[Batch | None, str]:
     """A sample of a model whose forward computes features itself, or why there is none.
 
@@ -114,7 +114,7 @@ def _first_form_that_runs(
     raised: str = ""
     for forms in ways:
         try:
-            batch = _inlined_sample(inlined, forms, seed)
+            batch = _inlined_sample(inlined, forms)
             with torch.no_grad():
                 losses = [inlined.model(**b, use_cache=False).loss for b in (batch, _without_features(batch, forms))]
         except Exception as caught:
@@ -126,8 +126,8 @@ def _first_form_that_runs(
     return None, raised or error
 
 
-def _inlined_sample(inlined: InlinedInputs, forms: Sequence[Form], seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
+def _inlined_sample(inlined: InlinedInputs, forms: Sequence[Form]) -> Batch:
+    generator = torch.Generator().manual_seed(SEED)
     config = inlined.model.config
     text = partial(_text, text_ids(config), generator)
     ids, kinds = text(), [""] * _TEXT
@@ -148,7 +148,7 @@ def _without_features(batch: Batch, forms: Sequence[Form]) -> Batch:
 
 
 def _first_that_runs(
-    model: Any, holder: Any, kinds: Sequence[str], known: dict[str, Sequence[int]], seed: int
+    model: Any, holder: Any, kinds: Sequence[str], known: dict[str, Sequence[int]]
 ) -> tuple[Batch | None, str]:
     """A sample that the model takes, or why there is none.
 
@@ -160,7 +160,7 @@ def _first_that_runs(
     try:
         for video_token, counts in _ways(holder, kinds, known):
             try:
-                batch = _sample(model, holder, kinds, video_token, counts, seed)
+                batch = _sample(model, holder, kinds, video_token, counts)
                 with torch.no_grad():
                     model(**batch, use_cache=False)
             except ConfigError:
@@ -199,8 +199,8 @@ def _ways(holder: Any, kinds: Sequence[str], known: Mapping[str, Sequence[int]])
         yield from (("video", [count] * len(kinds)) for count in range(1, _MOST_TOKENS))
 
 
-def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int], seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
+def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int]) -> Batch:
+    generator = torch.Generator().manual_seed(SEED)
     text = partial(_text, text_ids(model.config), generator)
     ids, types = text(), [0] * _TEXT
     inputs: Batch = {}

@@ -199,7 +199,7 @@ def compare(
 
     Args:
         by_norm: compare root mean squares instead of largest elements, and allow half an ULP of the case's dtype: for
-            large cases, where the largest of 10^8 errors says little. `check_kernel` compares every element of small
+            large cases, where the largest of 10^8 errors is mostly luck. `check_kernel` compares every element of small
             cases.
         relative_error: of the kernel's `KernelSpec`; if not 0, root mean squares are compared with it alone.
     """

@@ -17,6 +17,8 @@ from opslot.models._registry import declared_sub_model
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# Of weights and inputs.
+SEED = 0
 BATCH, LENGTH = 2, 20
 DOCUMENTS = (12, 8)
 # Without noise, initial norm weights are 1 and biases 0, and a kernel that drops one of them would pass.
@@ -54,16 +56,16 @@ def has_language_model(config: PreTrainedConfig) -> bool:
     return True
 
 
-def random_model(config: PreTrainedConfig, seed: int) -> Any:
+def random_model(config: PreTrainedConfig) -> Any:
     """Transformers' own model of `config` in float32, the same for each call; without what does not train."""
     auto = auto_class(config)
     config = copy.deepcopy(config)
     declared = declared_sub_model(config.model_type, auto._model_mapping[type(config)].__name__)
     for name, value in declared.settings.items() if declared is not None else ():
         setattr(config, name, value)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         model = auto.from_config(config, dtype=torch.float32).train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,9 +80,9 @@ def trained_part(model: Any) -> Any:
     return model if declared is None else getattr(model, declared.name)
 
 
-def random_ids(config: PreTrainedConfig, seed: int) -> Tensor:
+def random_ids(config: PreTrainedConfig) -> Tensor:
     """Input ids of text, [BATCH, LENGTH]."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     ids = text_ids(config)
     return ids[torch.randint(len(ids), (BATCH, LENGTH), generator=generator)]
 

@@ -35,7 +35,6 @@ class _Task:
     check: str
     config: PreTrainedConfig
     ops: Any
-    seed: int
     batches: list[dict[str, Any]]
 
 
@@ -58,7 +57,6 @@ def two_process_step(
     check: str,
     config: PreTrainedConfig,
     ops: Any,
-    seed: int,
     processes: Processes,
     batches: Sequence[list[dict[str, Any]]],
 ) -> RankResult:
@@ -72,7 +70,7 @@ def two_process_step(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    tasks = [_Task(rank, port, check, config, ops, seed, _share(check, batches, rank)) for rank in range(WORLD)]
+    tasks = [_Task(rank, port, check, config, ops, _share(check, batches, rank)) for rank in range(WORLD)]
     results = [result for _, result in processes.run(_rank_step, tasks, lambda r: bool(r.error), _LIMIT)]
     lost = next((result for result in results if isinstance(result, Lost)), None)
     failed = next((r for r in results if isinstance(r, RankResult) and (r.error or r.unsupported)), None)
@@ -99,7 +97,7 @@ def _rank_step(task: _Task) -> RankResult:
     torch.set_num_threads(1)
     try:
         state = init_parallel_state(device_type="cpu", **SIZES[task.check])
-        model = random_model(task.config, task.seed).eval()
+        model = random_model(task.config).eval()
         apply(model, task.ops)
         try:
             parallelize(model, state)

@@ -55,7 +55,7 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
     from veomni.models import build_foundation_model
 
     if not dist.is_initialized():
-        # Its Qwen2.5-VL asks for its ranks.
+        # Its Qwen2.5-VL reads its ranks.
         dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     made = read_config(config)
     made.architectures = [model_class(made).__name__]

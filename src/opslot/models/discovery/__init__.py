@@ -1,8 +1,8 @@
 """Discovery of the slots of an architecture in Transformers' source."""
 
+from opslot.models.discovery.collected_forms import register_forms
 from opslot.models.discovery.engine import Discovery, discover
 from opslot.models.discovery.finder import architectures, digest, find_patch
-from opslot.models.discovery.forms import register_forms
 from opslot.patchgen.forms import Match, Skip
 
 __all__ = [

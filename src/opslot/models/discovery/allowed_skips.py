@@ -6,9 +6,8 @@ in `ops/<op>/forms.py`, or add it with the reason.
 
 from __future__ import annotations
 
-import fnmatch
-
-# By op and reason, patterns (`fnmatch`) of symbols.
+# By op and reason, patterns (`fnmatch`) of classes and functions, after the architecture and a colon where they are of
+# one.
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
         "attends to the keys that an indexer selects for each query, which no kernel of the op takes": (
@@ -58,27 +57,3 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "is in an image or audio tower, mostly without a gate": ("*Vision*MLP", "*VLVisionMLP", "*TalkerResizeMLP"),
     },
 }
-
-
-def why_allowed(arch: str, op: str, symbol: str) -> str | None:
-    """The reason of a skip; None for a skip that is not listed.
-
-    Args:
-        symbol: of upstream's module; several are separated by commas, and each must be listed.
-    """
-    reasons = [_reason(arch, op, part.strip()) for part in symbol.split(",")]
-    return None if None in reasons else reasons[0]
-
-
-def _reason(arch: str, op: str, symbol: str) -> str | None:
-    name = symbol.partition(".")[0]
-    for reason, patterns in ALLOWED.get(op, {}).items():
-        if any(matches(pattern, arch, name) for pattern in patterns):
-            return reason
-    return None
-
-
-def matches(pattern: str, arch: str, name: str) -> bool:
-    """Whether a pattern, after the architecture and a colon where it is of one, is of a class or function."""
-    where, _, wanted = pattern.rpartition(":")
-    return where in ("", arch) and fnmatch.fnmatchcase(name, wanted)

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from opslot.models.discovery import support
 from opslot.models.discovery.by_document import run_by_document
-from opslot.models.discovery.forms import all_forms, forms_digest
+from opslot.models.discovery.collected_forms import all_forms, forms_digest
+from opslot.models.discovery.common_edits import add_common_edits
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip
 from opslot.patchgen.source import Release, installed_release, modeling_module
@@ -64,7 +64,7 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
         match.write(patch)
     for skip in skips:
         skip.write(patch)
-    support.write_support(patch, module)
+    add_common_edits(patch, module)
     facts = [finding for finding in found if isinstance(finding, ClassFact)]
     for block in dict.fromkeys(fact.final_block for fact in facts if fact.final_block):
         patch.add_final_block(block)

@@ -7,8 +7,8 @@ import importlib
 import importlib.util
 from pathlib import Path
 
+from opslot.models.discovery.collected_forms import forms_digest
 from opslot.models.discovery.engine import discover
-from opslot.models.discovery.forms import forms_digest
 from opslot.models.discovery.supported import lock_digest, lost_slots, supported_architectures
 from opslot.patchgen import PatchConfig, PatchError
 from opslot.patchgen.materialization import check_replaceable
@@ -43,7 +43,11 @@ def additions(arch: str) -> PatchConfig | None:
         raise
     patch = getattr(module, "patch", None)
     if not isinstance(patch, PatchConfig):
-        raise PatchError(f"{name} has to have a PatchConfig called `patch`, found {type(patch).__name__}")
+        raise PatchError(
+            f"{name} is not a patch module",
+            found=f"a {type(patch).__name__} as `patch`",
+            hint="write `patch = PatchConfig(...)`",
+        )
     return patch
 
 

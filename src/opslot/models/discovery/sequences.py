@@ -26,133 +26,34 @@ _MASKS = {
 }
 # Functions and methods that act per token on [..., tokens, channels], or on none. Sums are those of channels or
 # experts, and indices those of experts.
-_PER_TOKEN = frozenset(
-    [
-        "add",
-        "add_",
-        "logsumexp",
-        "is_grad_enabled",
-        "is_torch_greater_or_equal",
-        "logsigmoid",
-        "append",
-        "bool",
-        "chunk",
-        "clamp",
-        "clamp_",
-        "clone",
-        "contiguous",
-        "cos",
-        "sin",
-        "copy_",
-        "save_for_backward",
-        "detach",
-        "dropout",
-        "exp",
-        "expand",
-        "expand_as",
-        "flatten",
-        "float",
-        "full_like",
-        "gather",
-        "gelu",
-        "greater",
-        "index_add",
-        "index_add_",
-        "int",
-        "long",
-        "isinstance",
-        "item",
-        "len",
-        "layer_norm",
-        "linear",
-        "log",
-        "log1p",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "masked_fill",
-        "max",
-        "maximum",
-        "mean",
-        "min",
-        "mul",
-        "multiply",
-        "new_empty",
-        "new_zeros",
-        "nonzero",
-        "numel",
-        "one_hot",
-        "ones_like",
-        "permute",
-        "pow",
-        "rand_like",
-        "range",
-        "repeat",
-        "repeat_interleave",
-        "reshape",
-        "rsqrt",
-        "scatter",
-        "scatter_",
-        "sigmoid",
-        "silu",
-        "size",
-        "softmax",
-        "softplus",
-        "split",
-        "sqrt",
-        "t",
-        "squeeze",
-        "stack",
-        "sum",
-        "tanh",
-        "to",
-        "topk",
-        "transpose",
-        "type",
-        "type_as",
-        "unbind",
-        "unflatten",
-        "uniform_",
-        "exponential_",
-        "unsqueeze",
-        "var",
-        "view",
-        "where",
-        "zeros",
-        "zeros_like",
-        "empty",
-        "empty_like",
-        "getattr",
-        "hasattr",
-        "super",
-        "forward",
-        "tensor",
-        "no_grad",
-        "maybe_autocast",
-        "is_autocast_enabled",
-        "get_autocast_dtype",
-        "_cast_if_autocast_enabled",
-        "_cast",
-        "zip",
-        "enumerate",
-        "relu",
-        "relu2",
-        "square",
-        "abs",
-        "get",
-        "tuple",
-        "list",
-        "dict",
-        "finfo",
-        "argmax",
-        "sort",
-        "force_accelerate_hooks",
-        "bincount",
-        "histc",
-        "index_select",
-        "norm",
-    ]
-)
+_KINDS_PER_TOKEN = {
+    "elementwise": (
+        "abs add add_ clamp clamp_ cos dropout exp gelu greater log log1p logical_and logical_not logical_or "
+        "logsigmoid masked_fill maximum mul multiply pow relu relu2 rsqrt sigmoid silu sin softplus sqrt square "
+        "tanh where"
+    ),
+    "of channels or experts": "argmax layer_norm linear logsumexp max mean min norm softmax sort sum topk var",
+    "of indices of experts": (
+        "bincount gather histc index_add index_add_ index_select nonzero one_hot repeat_interleave scatter scatter_"
+    ),
+    "of shapes": (
+        "chunk clone contiguous copy_ detach expand expand_as flatten permute repeat reshape split squeeze stack "
+        "t transpose unbind unflatten unsqueeze view"
+    ),
+    "of dtypes": "bool float int long to type type_as",
+    "of new tensors": (
+        "empty empty_like exponential_ full_like new_empty new_zeros ones_like rand_like tensor uniform_ zeros "
+        "zeros_like"
+    ),
+    "of autograd and modules": (
+        "forward get_autocast_dtype is_autocast_enabled is_grad_enabled maybe_autocast no_grad save_for_backward"
+    ),
+    "of Transformers": "_cast _cast_if_autocast_enabled force_accelerate_hooks is_torch_greater_or_equal",
+    "of Python": (
+        "append dict enumerate finfo get getattr hasattr isinstance item len list numel range size super tuple zip"
+    ),
+}
+_PER_TOKEN = frozenset(" ".join(_KINDS_PER_TOKEN.values()).split())
 # With parameters they act per token, with other activations they may not.
 _MATMULS = {"matmul", "bmm", "einsum", "mm", "baddbmm"}
 _CONCATENATIONS = {"cat", "concat", "concatenate"}
@@ -172,26 +73,10 @@ _REVIEWED: dict[str, str] = {
 # Methods that get no activations.
 _SETUP = ("compute_default_rope_parameters",)
 # Modules that act per token.
-_MODULES = frozenset(
-    [
-        "Linear",
-        "Dropout",
-        "LayerNorm",
-        "RMSNorm",
-        "Parameter",
-        "ParameterList",
-        "ModuleList",
-        "ModuleDict",
-        "Identity",
-        "SiLU",
-        "GELU",
-        "ReLU",
-        "Tanh",
-        "Sigmoid",
-        "Embedding",
-        "Sequential",
-        "Buffer",
-    ]
+_MODULES = (
+    {"Buffer", "Identity", "ModuleDict", "ModuleList", "Parameter", "ParameterList", "Sequential"}
+    | {"Dropout", "Embedding", "LayerNorm", "Linear", "RMSNorm"}
+    | {"GELU", "ReLU", "SiLU", "Sigmoid", "Tanh"}
 )
 # Classes of images and audio.
 _ENCODERS = re.compile("(?i)vision|image|audio|qformer|perceiver|resampler")
@@ -361,36 +246,30 @@ def _modules(method: ast.FunctionDef) -> set[str]:
 def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[str]) -> str:
     """Why a method or function may mix tokens, or ""."""
     raised = {id(inner) for node in nodes_below(method) if isinstance(node, ast.Raise) for inner in nodes_below(node)}
-    for node in (node for statement in method.body for node in nodes_below(statement)):
-        if id(node) in raised:
-            continue
-        if (
-            isinstance(node, ast.BinOp)
-            and isinstance(node.op, ast.MatMult)
-            and not _has_parameter(node.left, node.right)
-        ):
-            return "multiplies activations, which may mix tokens"
-        if isinstance(node, ast.Subscript) and _slices_tokens(node):
-            return f"takes {ast.unparse(node)}, which may mix tokens"
-        if not isinstance(node, ast.Call):
-            continue
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        if isinstance(function, ast.Subscript) or _is_judged(module, function):
-            continue
-        own = module.upstream.find(name) if isinstance(function, ast.Name) else _autograd_forward(module, function)
-        if isinstance(own, ast.FunctionDef) and name not in seen:
-            if reason := _mixing_call(module, own, seen | {name}):
-                return reason
-        elif name in _MATMULS:
-            if not _has_parameter(*node.args):
-                return f"calls {name} of activations, which may mix tokens"
-        elif name in _CONCATENATIONS:
-            if not any(ast.unparse(x) == "-1" for x in (*node.args[1:], *(k.value for k in node.keywords))):
-                return f"calls {name}, which may mix tokens"
-        elif name not in _PER_TOKEN and name not in module.classes and name not in seen:
-            return f"calls {name}, which may mix tokens"
-    return ""
+    nodes = (node for statement in method.body for node in nodes_below(statement) if id(node) not in raised)
+    return next(filter(None, (_mixing_expression(module, node, seen) for node in nodes)), "")
+
+
+def _mixing_expression(module: ModuleView, node: ast.AST, seen: frozenset[str]) -> str:
+    """Why an expression itself, without those in it, may mix tokens, or ""."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return "" if _has_parameter(node.left, node.right) else "multiplies activations, which may mix tokens"
+    if isinstance(node, ast.Subscript) and _slices_tokens(node):
+        return f"takes {ast.unparse(node)}, which may mix tokens"
+    if not isinstance(node, ast.Call) or isinstance(node.func, ast.Subscript) or _is_judged(module, node.func):
+        return ""
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    own = module.upstream.find(name) if isinstance(function, ast.Name) else _autograd_forward(module, function)
+    if isinstance(own, ast.FunctionDef) and name not in seen:
+        return _mixing_call(module, own, seen | {name})
+    if name in _MATMULS:
+        return "" if _has_parameter(*node.args) else f"calls {name} of activations, which may mix tokens"
+    if name in _CONCATENATIONS:
+        last = any(ast.unparse(x) == "-1" for x in (*node.args[1:], *(k.value for k in node.keywords)))
+        return "" if last else f"calls {name}, which may mix tokens"
+    known = name in _PER_TOKEN or name in module.classes or name in seen
+    return "" if known else f"calls {name}, which may mix tokens"
 
 
 def _is_judged(module: ModuleView, function: ast.expr) -> bool:

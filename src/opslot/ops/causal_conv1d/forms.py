@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, pass_documents_to, undecorated
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip, skip_callers
+from opslot.patchgen.packed_documents import add_helpers, bound_arguments, documents_of, pass_documents_to, undecorated
 
 OP = "causal_conv1d"
 _FUNCTION = "causal_conv1d_fn"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, undecorated
 from opslot.patchgen.forms import Match, ModuleView, Skip, skip_callers
+from opslot.patchgen.packed_documents import add_helpers, bound_arguments, documents_of, undecorated
 
 OP = "chunk_gated_delta_rule"
 _PARAMETERS = (

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.documents import (
+from opslot.patchgen.forms import Match, ModuleView, Skip, skip_callers
+from opslot.patchgen.packed_documents import (
     add_helpers,
     bound_arguments,
     documents_of,
@@ -17,7 +18,6 @@ from opslot.patchgen.documents import (
     pass_documents_to,
     undecorated,
 )
-from opslot.patchgen.forms import Match, ModuleView, Skip, skip_callers
 
 OP = "mamba_chunk_scan"
 _FUNCTION = "mamba2_chunk_scan"

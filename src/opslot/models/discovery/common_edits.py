@@ -1,4 +1,4 @@
-"""What every generated module needs beside its slots, so that Transformers treats its classes as its own."""
+"""Edits that every generated module gets beside its slots, so that Transformers treats its classes as its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from opslot.slots.protocol import UPSTREAM_GLOBALS
 _GENERIC_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
-def write_support(patch: PatchConfig, module: ModuleView) -> None:
-    """Add it to a patch."""
+def add_common_edits(patch: PatchConfig, module: ModuleView) -> None:
+    """Add to a patch what every generated module needs."""
     _hold_generated_backbones(patch, module)
     _define_globals(patch, module)
     _separate_documents(patch, module)

@@ -1,0 +1,178 @@
+"""Sizes of tiny configs: by name of a field, and what no rule gives, by model_type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LAYERS = 2
+HEADS = 4
+ROPE, NOPE = 8, 8
+PATCH, IMAGE = 4, 16
+VOCABULARY = 64
+# Ids below are those of text; those of images and of what surrounds them are above.
+TEXT_VOCABULARY = 48
+
+
+def _equal(size: int, names: str) -> dict[str, int]:
+    return dict.fromkeys(names.split(), size)
+
+
+# Sizes of a tiny config, for those of these fields that a config class has. None, 0 and False stay: they switch a
+# part off.
+SIZES: dict[str, Any] = {
+    **_equal(
+        32, "hidden_size encoder_hidden_size text_hidden_size audio_hidden_size out_hidden_size embed_dim output_dim"
+    ),
+    **_equal(
+        32, "projection_dim projection_hidden_size projector_hidden_size projector_input_dim projector_output_dim"
+    ),
+    **_equal(32, "vision_output_dim base_channels"),
+    **_equal(48, "intermediate_size intermediate_size_mlp ffn_hidden_size ffn_dim encoder_ffn_dim decoder_ffn_dim"),
+    **_equal(LAYERS, "num_hidden_layers num_layers encoder_layers decoder_layers depth"),
+    **_equal(HEADS, "num_attention_heads num_heads encoder_attention_heads decoder_attention_heads"),
+    "num_key_value_heads": 2,
+    **_equal(8, "head_dim global_head_dim"),
+    "rotary_dim": 4,
+    # Tokens and positions
+    **_equal(VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 64,
+    **_equal(8, "sliding_window attention_chunk_size"),
+    # Positions from which on queries are scaled.
+    **_equal(4, "floor_scale log_scaling_n_floor"),
+    # Latent attention
+    **_equal(8, "q_lora_rank kv_lora_rank o_lora_rank v_head_dim"),
+    "o_groups": 2,
+    "qk_rope_head_dim": ROPE,
+    "qk_nope_head_dim": NOPE,
+    # Sparse attention
+    # Few heads would give many keys a score of 0, and which of those are selected is arbitrary.
+    "index_n_heads": 16,
+    **_equal(8, "index_head_dim index_topk"),
+    # Linear attention and state spaces
+    **_equal(8, "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state ssm_state_size"),
+    **_equal(8, "mamba_chunk_size chunk_size"),
+    **_equal(HEADS, "linear_num_value_heads linear_num_heads mamba_n_heads n_mamba_heads mamba_num_heads"),
+    **_equal(16, "mamba_d_head mamba_head_dim block_multiple_of"),
+    **_equal(2, "linear_num_key_heads n_groups"),
+    "mamba_d_ssm": 64,
+    # Experts
+    **_equal(16, "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size"),
+    **_equal(16, "shared_intermediate_size expert_ffn_hidden_size"),
+    **_equal(4, "num_experts num_local_experts n_routed_experts"),
+    **_equal(2, "num_experts_per_tok moe_topk zero_expert_num n_group"),
+    **_equal(1, "topk_group first_k_dense_replace num_dense_layers"),
+    # Inputs per layer
+    **_equal(8, "hidden_size_per_layer_input laurel_rank"),
+    # Vision and audio encoders
+    "patch_size": PATCH,
+    **_equal(IMAGE, "image_size crop_size resolution"),
+    **_equal(
+        16, "num_position_embeddings position_embedding_size window_size context_size vision_soft_tokens_per_image"
+    ),
+    **_equal(4, "pos_emb_height pos_emb_width mm_tokens_per_image"),
+    "max_source_positions": 24,
+    "audio_soft_tokens_per_image": 8,
+    "insert_layer_id": 1,
+    "pooling_kernel_size": 2,
+}
+# Fields that config classes leave at None although their models need a value.
+NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
+
+_STARTS = {"vision_start_token_id": 60, "vision_end_token_id": 61, "audio_start_token_id": 62, "audio_end_token_id": 63}
+_ROTARY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+MROPE = {**_ROTARY, "mrope_section": [1, 1, 2]}
+
+# What the rules do not give, by model_type.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    # Values that the model reads and its config classes do not set.
+    "dbrx": {
+        "d_model": 32,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {kind: dict(_ROTARY) for kind in ("sliding_attention", "full_attention")},
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    # Codes of images are tokens, whose names end in their numbers, in letters or digits.
+    "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGAZ": 58, "IMGIMGBZ": 59}},
+    "chameleon_vqgan": {"num_embeddings": 2},
+    "emu3_vqgan": {"codebook_size": 2, "hidden_size": 128},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "dots1": {"n_shared_experts": 1},
+    "glm5_next_text": {"index_topk": 16},
+    "aria": {"projector_patch_to_query_dict": {"16": 4}},
+    "glm4v_moe_text": {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
+    # Heads times their size is the width of the state.
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "emu3": {
+        "image_token_id": 60,
+        "vocabulary_map": {
+            "<image>": 60,
+            "<|extra_200|>": 61,
+            "<|visual token 000000|>": 62,
+            "<|visual token 000001|>": 63,
+        },
+    },
+    # Ids of images and audio have embeddings of their own, behind those of text.
+    "gemma3n": {"image_token_id": 49, "audio_token_id": 57},
+    # The number of its channels is in timm's code.
+    "gemma3n_vision": {
+        "vocab_size": 8,
+        "vocab_offset": 48,
+        "hidden_size": 2048,
+        "model_args": {"channel_multiplier": 0.05, "msfa_output_resolution": 4},
+    },
+    "gemma3n_audio": {"vocab_size": 8, "vocab_offset": 56},
+    # Encoders of timm.
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {
+                "embed_dim": 32,
+                "depth": LAYERS,
+                "num_heads": 2,
+                "patch_size": PATCH,
+                "img_size": [IMAGE, IMAGE],
+                "ref_feat_shape": [IMAGE // PATCH, IMAGE // PATCH],
+                "global_pool": "",
+            },
+        }
+    },
+    "fast_vlm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "fastvit_mci3",
+            "hidden_size": 64,
+            "model_args": {"inference_mode": True, "layers": [1] * 5, "embed_dims": [8, 16, 32, 32, 32]},
+        }
+    },
+    # Four patches are one feature.
+    "llama4_vision_model": {"intermediate_size": 128},
+    # The last layer and an intermediate one, side by side.
+    "mllama_vision_model": {"num_global_layers": 1, "intermediate_layers_indices": [0], "vision_output_dim": 64},
+    # Read by `get_rope_index`.
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _STARTS),
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    # Later attention shares the weights of the first.
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": HEADS},
+}
