@@ -75,6 +75,9 @@ def _dispatch(arguments: list[str]) -> int:
         from opslot.patchgen.cli import main as patchgen
 
         return patchgen(arguments[1:])
+    if arguments[:1] == ["port"]:
+        print("opslot: `opslot port` is deprecated, use `opslot discover`", file=sys.stderr)
+        arguments = ["discover", *arguments[1:]]
     options, rest = _parser().parse_known_args(arguments)
     if rest and options.command != "data":
         _parser().parse_args(arguments)
