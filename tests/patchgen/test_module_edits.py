@@ -432,6 +432,23 @@ def test_extending_a_sibling_with_other_names(rewrite, patch):
     assert text.endswith("ToyMoeMLP.ready = True\n")
 
 
+def test_slot_edits_with_other_names(rewrite, patch):
+    names = {"Toy": "ToyMoe"}
+    patch.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x, self.weight", name_map=names)
+    patch.slot_calls("toy_rotary", Slot("rotary_pos_emb", "full"), name_map={"toy": "moe"})
+    source = """
+        def moe_rotary(q):
+            return q
+
+        class ToyMoeNorm:
+            def forward(self, x):
+                return self.weight * moe_rotary(x)
+        """
+    text = rewrite(source, patch)
+    assert "self._opslot_rms_norm(x, self.weight)" in text
+    assert "(self._opslot_rotary_pos_emb or moe_rotary)(x)" in text
+
+
 def test_extending_a_sibling(rewrite, patch):
     sibling = PatchConfig("transformers.models.toy.modeling_toy")
     sibling.add_import("numpy", alias="np")

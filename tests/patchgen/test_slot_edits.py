@@ -419,7 +419,7 @@ def test_slot_loss_of_other_computations_raises(rewrite, patch, line, other, rea
 
 
 def test_slot_loss_of_an_unknown_form_raises(patch):
-    with pytest.raises(PatchError, match="no form of the variant 'regression'"):
+    with pytest.raises(PatchError, match="not 'regression'"):
         patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "regression"))
 
 
