@@ -4,8 +4,8 @@
 
 For each GPU, kernels run with its tiles, forward and backward, and their launches compile instead of running: the first
 input case of each variant, and those for benchmarks, whose tensors are on the meta device and take no memory (where
-they cannot be, all cases for checks). Sizes replace those of the variant's `benchmark_case`, such as head_dim=256.
-Prints one line per failed compilation or call, and per kernel with more shared memory than the GPU has, and the number
+they cannot be, all cases for checks). Sizes replace those of `benchmark_case`, such as head_dim=256, for variants
+that have one. Prints one line per failed compilation or call, and per kernel with more shared memory than the GPU has, and the number
 of compiled kernels last.
 """
 
@@ -123,6 +123,8 @@ def calls(op: str, variant: Any, dtype: torch.dtype, sizes: Mapping[str, int]) -
     """The arguments of the calls to compile."""
     generator = torch.Generator().manual_seed(0)
     if sizes:
+        if variant.benchmark_case is None:
+            return
         shape = next(case.shape for case in variant.cases if case.shape)
         yield variant.benchmark_case({**shape, **sizes}, TOKENS).make(dtype, torch.device("meta"), generator)
         return
