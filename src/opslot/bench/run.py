@@ -24,7 +24,7 @@ from opslot.bench.files import OutputFiles
 from opslot.bench.ops import CallSite, bench_ops, call_sites_of
 from opslot.bench.result import Environment, OpRow, Result, Run, from_json, merge, read
 from opslot.bench.step import StepTask, compare_steps, known_implementations, loss_curve, process_environment
-from opslot.bench.step_inputs import audio_tokens, image_grid, model_vocab_size, takes_images
+from opslot.bench.step_inputs import audio_tokens, image_grid, model_vocab_size, read_config, takes_images
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
 from opslot.bench.tune import timings_of, timings_text
@@ -291,11 +291,8 @@ class _Setting:
     def _call_sites(self) -> list[CallSite] | None:
         if self.model is None:
             return None
-        from transformers import AutoConfig
-
-        config = AutoConfig.for_model(**self.model)
         built = opslot.build_foundation_model(
-            config, torch_dtype=self.dtype, init_device="meta", ops_implementation="eager"
+            read_config(self.model), torch_dtype=self.dtype, init_device="meta", ops_implementation="eager"
         )
         return call_sites_of(built, self.device, self.dtype)
 
