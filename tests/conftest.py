@@ -1,3 +1,4 @@
+import atexit
 import fnmatch
 import gc
 import importlib.util
@@ -17,19 +18,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-
-# Collecting garbage takes a quarter of the time of importing and collecting the tests.
-gc.disable()
-# Triton reads this on import, which collecting any test may trigger: its kernels then run in the interpreter.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-# The time of a hypothesis example depends on the load of the machine.
-if importlib.util.find_spec("hypothesis"):
-    from hypothesis import HealthCheck, settings
-
-    settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("busy")
 # Kernel timings measured on this machine must not change which kernels the tests see.
 os.environ["OPSLOT_PROFILE"] = "off"
 
@@ -63,6 +51,28 @@ def _module(path: str):
     return sys.modules[name]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests, which the process that starts pytest-xdist workers does not."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None and config.getoption("numprocesses", None):
+        return
+    import torch
+
+    # Collecting garbage takes a quarter of the time of importing and collecting the tests.
+    gc.disable()
+    # Triton reads this on import, which collecting any test may trigger: its kernels then run in the interpreter.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    # The time of a hypothesis example depends on the load of the machine.
+    if importlib.util.find_spec("hypothesis"):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("busy")
+    if worker is not None and config.args == config.getini("testpaths") and not sys.dont_write_bytecode:
+        _module("rewriting.py").cache_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`@pytest.mark.quick(*patterns)`: parameters of the test whose id matches no pattern are slow."""
@@ -91,15 +101,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    # Extension modules report what is left at exit as leaked.
-    gc.unfreeze()
+    # Extension modules report what is left at exit as leaked. Before that, pytest collects garbage twice.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_interpreter() -> None:
+    import torch
+
     if not torch.cuda.is_available():
         _module("interpreter.py").speed_up()
 
