@@ -3,7 +3,6 @@ import fnmatch
 import gc
 import importlib.util
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -130,12 +129,16 @@ def ranks(forks) -> Iterator:
 
 
 @pytest.fixture(scope="session")
-def forked_workers() -> Iterator[None]:
-    """Fork the workers of checks from a process with their imports, which is faster than spawning them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["opslot.verify.isolated", "opslot.verify"])
+def forked_workers(forks) -> Iterator[None]:
+    """Fork the workers of checks, which is faster than spawning them."""
+    import torch
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("opslot.verify.isolated.multiprocessing", SimpleNamespace(get_context=lambda _: context))
+        # CUDA does not survive a fork.
+        if not torch.cuda.is_available():
+            context = _module("forks.py").Context(forks)
+            module = SimpleNamespace(get_context=lambda _: context)
+            patch.setattr("opslot.verify.isolated.multiprocessing", module)
         yield
 
 
