@@ -1,4 +1,3 @@
-import atexit
 import fnmatch
 import gc
 import importlib.util
@@ -100,8 +99,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
-    # Extension modules report what is left at exit as leaked. Before that, pytest collects garbage twice.
-    atexit.register(gc.unfreeze)
+
+
+def pytest_sessionfinish() -> None:
+    # Extension modules report what is left at exit as leaked.
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
