@@ -198,7 +198,10 @@ def _keep_equal_types(interpreter: ModuleType) -> None:
     ) -> Any:
         if arithmetic and type(left) is tensor:
             name = left.dtype.name
-            if name in kept or (name in floats and not division):
+            if left_pointer and left.dtype.is_ptr():
+                if type(right) is tensor and right.dtype.name in kept and not right.dtype.is_floating():
+                    return self.broadcast_impl_value(left, right)
+            elif name in kept or (name in floats and not division):
                 if type(right) is tensor:
                     if right.dtype.name == name:
                         return self.broadcast_impl_value(left, right)
@@ -211,12 +214,19 @@ def _keep_equal_types(interpreter: ModuleType) -> None:
 
 
 def _unwrap_quickly(tl: ModuleType) -> None:
-    tensor, constexpr, unwrap = tl.core.tensor, tl.constexpr, tl.core._unwrap_if_constexpr
+    constexpr, unwrap = tl.constexpr, tl.core._unwrap_if_constexpr
+    unwrapped_types = (constexpr, list, tuple, tl.tuple)
+    others: set[type] = set()
 
     def unwrapped(value: Any) -> Any:
         kind = type(value)
-        if kind is tensor or kind is int:
+        if kind in others:
             return value
-        return value.value if kind is constexpr else unwrap(value)
+        if kind is constexpr:
+            return value.value
+        if issubclass(kind, unwrapped_types):
+            return unwrap(value)
+        others.add(kind)
+        return value
 
     tl.core._unwrap_if_constexpr = unwrapped
