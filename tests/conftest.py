@@ -107,9 +107,10 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fast_interpreter() -> None:
+def faster_libraries() -> None:
     import torch
 
+    _module("configs.py").validate_quickly()
     if not torch.cuda.is_available():
         _module("interpreter.py").speed_up()
 
