@@ -59,7 +59,8 @@ bench-cpu: $(VENV)/ready-dev
 # build; it is compiled while the rest is installed.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 # pip compiles one file after another. What is left out is compiled when it is imported; some files are not Python 3.
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/transformers/models/|/pip/|/mypy/' $(VENV)/lib || true
+NOT_COMPILED = /tests?/|/transformers/models/|/(fontTools|mypyc?|pip|pygments|setuptools|torchgen)/
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib src || true
 
 $(VENV)/torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -2,7 +2,6 @@ import fnmatch
 import gc
 import importlib.util
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,19 +16,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-
-# Collecting garbage takes a quarter of the time of importing and collecting the tests.
-gc.disable()
-# Triton reads this on import, which collecting any test may trigger: its kernels then run in the interpreter.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-# The time of a hypothesis example depends on the load of the machine.
-if importlib.util.find_spec("hypothesis"):
-    from hypothesis import HealthCheck, settings
-
-    settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("busy")
 # Kernel timings measured on this machine must not change which kernels the tests see.
 os.environ["OPSLOT_PROFILE"] = "off"
 
@@ -61,6 +47,28 @@ def _module(path: str):
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests, which the process that starts pytest-xdist workers does not."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None and config.getoption("numprocesses", None):
+        return
+    import torch
+
+    # Collecting garbage takes a quarter of the time of importing and collecting the tests.
+    gc.disable()
+    # Triton reads this on import, which collecting any test may trigger: its kernels then run in the interpreter.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    # The time of a hypothesis example depends on the load of the machine.
+    if importlib.util.find_spec("hypothesis"):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("busy")
+    if worker is not None and config.args == config.getini("testpaths") and not sys.dont_write_bytecode:
+        _module("rewriting.py").cache_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,7 +107,10 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fast_interpreter() -> None:
+def faster_libraries() -> None:
+    import torch
+
+    _module("configs.py").validate_quickly()
     if not torch.cuda.is_available():
         _module("interpreter.py").speed_up()
 
@@ -121,12 +132,16 @@ def ranks(forks) -> Iterator:
 
 
 @pytest.fixture(scope="session")
-def forked_workers() -> Iterator[None]:
-    """Fork the workers of checks from a process with their imports, which is faster than spawning them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["opslot.verify.isolated", "opslot.verify"])
+def forked_workers(forks) -> Iterator[None]:
+    """Fork the workers of checks, which is faster than spawning them."""
+    import torch
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("opslot.verify.isolated.multiprocessing", SimpleNamespace(get_context=lambda _: context))
+        # CUDA does not survive a fork.
+        if not torch.cuda.is_available():
+            context = _module("forks.py").Context(forks)
+            module = SimpleNamespace(get_context=lambda _: context)
+            patch.setattr("opslot.verify.isolated.multiprocessing", module)
         yield
 
 

@@ -2,6 +2,7 @@
 
 `Forks().start(script, *arguments, env=...)` starts a process that runs and exits as `python script *arguments` does,
 but leaves its memory to the system: freeing what it shares with the process that forked takes 1.6 s of CPU time.
+`Context(forks)` has the part of a multiprocessing context that `opslot.verify.isolated` uses.
 Run as a script, this file is the process that forks.
 """
 
@@ -12,6 +13,8 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import json
+import multiprocessing
 import os
 import runpy
 import secrets
@@ -22,6 +25,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
@@ -75,17 +80,58 @@ class Forks:
         self._started = 0
         self._server = _connect()
 
-    def start(self, script: str | Path, *arguments: str, env: dict[str, str] | None = None) -> Fork:
-        """Run a script with `env` added to the environment."""
+    def start(
+        self,
+        script: str | Path,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        connection: Connection | None = None,
+    ) -> Fork:
+        """Run a script with `env` added to the environment; the descriptor of `connection` is its last argument."""
         self._started += 1
         output = Path(self._folder.name, str(self._started))
         output.mkdir()
-        self._server.send((str(script), arguments, {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, output))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        self._server.send((str(script), arguments, environment, output, connection is not None))
+        if connection is not None:
+            reduction.send_handle(self._server, connection.fileno(), None)
         return Fork(self._server, self._server.recv(), output)
 
     def close(self) -> None:
         self._server.close()
         self._folder.cleanup()
+
+
+class Context:
+    """Starts processes of `opslot.verify.isolated` as forks."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def __init__(self, forks: Forks) -> None:
+        self._forks = forks
+
+    def Process(self, target: Callable[[Connection], None], args: tuple[Connection], daemon: bool) -> _ContextProcess:
+        return _ContextProcess(self._forks, f"{target.__module__}:{target.__name__}", *args)
+
+
+class _ContextProcess:
+    def __init__(self, forks: Forks, target: str, connection: Connection) -> None:
+        script = Path(__file__).with_name("call_target.py")
+        # Tensors in messages are sent with this key.
+        key = multiprocessing.current_process().authkey.hex()
+        self._start = lambda: forks.start(script, target, json.dumps(sys.path), key, connection=connection)
+
+    def start(self) -> None:
+        self._fork = self._start()
+
+    def is_alive(self) -> bool:
+        return self._fork.poll() is None
+
+    def kill(self) -> None:
+        self._fork.kill()
+
+    def join(self) -> None:
+        self._fork.wait(60)
 
 
 def _connect() -> Connection:
@@ -131,11 +177,15 @@ def _serve(listener: socket.socket) -> None:
                 pid, status = os.waitpid(task, os.WNOHANG)
                 ready.send(os.waitstatus_to_exitcode(status) if pid else None)
                 continue
+            script, arguments, environment, output, connected = task
+            descriptor = reduction.recv_handle(ready) if connected else None
             pid = os.fork()
             if pid == 0:
                 for inherited in (listener, *clients):
                     inherited.close()
-                _become(*task)
+                _become(script, arguments if descriptor is None else (*arguments, str(descriptor)), environment, output)
+            if descriptor is not None:
+                os.close(descriptor)
             ready.send(pid)
 
 
@@ -176,12 +226,18 @@ def _exit_code(script: str) -> int:
 if __name__ == "__main__":
     gc.disable()
     # Slow imports, but no modeling module that opslot has slots for: tests check which of them are imported.
-    for name in ("transformers.modeling_utils", "opslot.distributed", "opslot.models", "opslot.trainer.text"):
+    for name in (
+        "transformers.modeling_utils",
+        "opslot.distributed",
+        "opslot.trainer.text",
+        "opslot.verify.two_processes",
+    ):
         importlib.import_module(name)
     # pyarrow imports pandas where it is installed, and PEFT imports bitsandbytes and Inductor.
     for name in ("jsonargparse", "pandas", "peft", "pytest", "rich.console", "torch.distributed.checkpoint"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    runpy.run_path(str(Path(__file__).with_name("configs.py")))["validate_quickly"]()
     # Collecting garbage in a fork would copy what was imported.
     gc.freeze()
     gc.enable()

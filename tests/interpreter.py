@@ -19,6 +19,7 @@ def speed_up() -> None:
     - It repeats integer arithmetic to detect overflow, and ignores the result unless in debug mode.
     - It computes the attributes of a type and of a tensor's shape at every operation, and broadcasts operands of equal
       shapes.
+    - It derives the type of a result from those of the operands, also where both are equal or one is a Python number.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -32,6 +33,8 @@ def speed_up() -> None:
     interpreter._get_np_dtype = _cached(interpreter._get_np_dtype, interpreter.tl)
     _compute_types_once(interpreter.tl)
     _broadcast_quickly(interpreter)
+    _keep_equal_types(interpreter)
+    _unwrap_quickly(interpreter.tl)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -96,6 +99,7 @@ def _compute_types_once(tl: ModuleType) -> None:
     block_type, tensor, constexpr = tl.block_type, tl.core.tensor, tl.constexpr
     init_block, init_tensor, equal = block_type.__init__, tensor.__init__, tl.dtype.__eq__
     blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
 
     def shape_of(kind: Any) -> dict[str, Any]:
         made = tensor.__new__(tensor)
@@ -110,6 +114,8 @@ def _compute_types_once(tl: ModuleType) -> None:
         known = blocks.get(key)
         if known is None:
             init_block(self, element_ty, shape)
+            self._sizes = key[1:]
+            self.shape = shapes.setdefault(self._sizes, self.shape)
             self._shape_of_tensor = shape_of(self)
             known = blocks[key] = dict(vars(self))
         self.__dict__.update(known)
@@ -141,13 +147,29 @@ def _broadcast_quickly(interpreter: ModuleType) -> None:
         data = np.full(block.shape.values, handle.data, dtype=interpreter._get_np_dtype(handle.dtype))
         return tensor(handle_type(data, handle.dtype.scalar), block.with_element_ty(value.dtype))
 
+    @functools.cache
+    def joined(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
+        if len(first) != len(second) or any(a != b and 1 not in (a, b) for a, b in zip(first, second)):
+            return None
+        return tuple(map(max, first, second))
+
+    def expanded(value: Any, sizes: tuple[int, ...]) -> Any:
+        if value.type._sizes == sizes:
+            return value
+        data = np.broadcast_to(value.handle.data, sizes)
+        return tensor(handle_type(data, value.handle.dtype.scalar), block_type(value.dtype, list(sizes)))
+
     def broadcast_values(self: Any, left: Any, right: Any) -> Any:
         first, second = left.type.is_block(), right.type.is_block()
         if (not first and not second) or (first and second and left.type.shape is right.type.shape):
             return left, right
-        if first and not second and (made := splat(self, right, left.type)) is not None:
+        if first and second:
+            sizes = joined(left.type._sizes, right.type._sizes)
+            if sizes is not None:
+                return expanded(left, sizes), expanded(right, sizes)
+        elif first and (made := splat(self, right, left.type)) is not None:
             return left, made
-        if second and not first and (made := splat(self, left, right.type)) is not None:
+        elif second and (made := splat(self, left, right.type)) is not None:
             return made, right
         return broadcast(self, left, right)
 
@@ -156,3 +178,55 @@ def _broadcast_quickly(interpreter: ModuleType) -> None:
 
     semantic.broadcast_impl_value = broadcast_values
     semantic._cast_to_computation_type = cast_to_computation_type
+
+
+def _keep_equal_types(interpreter: ModuleType) -> None:
+    tl, semantic = interpreter.tl, type(interpreter.interpreter_semantic)
+    tensor, check = tl.core.tensor, semantic.binary_op_type_checking_impl
+    floats = {"fp16", "bf16", "fp32", "fp64"}
+    # Of these, quotients and remainders have the same type too.
+    kept = {"fp32", "fp64", "int32", "int64"}
+
+    def checked(
+        self: Any,
+        left: Any,
+        right: Any,
+        left_pointer: bool = False,
+        right_pointer: bool = False,
+        arithmetic: bool = True,
+        division: bool = False,
+    ) -> Any:
+        if arithmetic and type(left) is tensor:
+            name = left.dtype.name
+            if left_pointer and left.dtype.is_ptr():
+                if type(right) is tensor and right.dtype.name in kept and not right.dtype.is_floating():
+                    return self.broadcast_impl_value(left, right)
+            elif name in kept or (name in floats and not division):
+                if type(right) is tensor:
+                    if right.dtype.name == name:
+                        return self.broadcast_impl_value(left, right)
+                elif type(right) is int or (type(right) is float and name in floats):
+                    number = self._cast_to_computation_type(right, left.dtype)
+                    return self.broadcast_impl_value(left, number)
+        return check(self, left, right, left_pointer, right_pointer, arithmetic, division)
+
+    semantic.binary_op_type_checking_impl = checked
+
+
+def _unwrap_quickly(tl: ModuleType) -> None:
+    constexpr, unwrap = tl.constexpr, tl.core._unwrap_if_constexpr
+    unwrapped_types = (constexpr, list, tuple, tl.tuple)
+    others: set[type] = set()
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind in others:
+            return value
+        if kind is constexpr:
+            return value.value
+        if issubclass(kind, unwrapped_types):
+            return unwrap(value)
+        others.add(kind)
+        return value
+
+    tl.core._unwrap_if_constexpr = unwrapped

@@ -8,50 +8,50 @@ import textwrap
 import pytest
 
 
-def run(code: str, *, path: str = "", env: dict | None = None) -> subprocess.CompletedProcess:
-    import os
-
-    environment = {**os.environ, **(env or {})}
-    if path:
-        environment["PYTHONPATH"] = path
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment
-    )
+def run(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
 
 
-def test_import_loads_no_vendor_and_does_not_change_transformers():
-    done = run("""
-        import sys, json
-        import transformers.models.qwen3.modeling_qwen3 as upstream
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-        before = {n: id(v) for n, v in vars(upstream).items()}, list(ALL_ATTENTION_FUNCTIONS)
-        finders = list(map(id, sys.meta_path))
-        loaded = set(sys.modules)
-        import opslot
-        after = {n: id(v) for n, v in vars(upstream).items()}, list(ALL_ATTENTION_FUNCTIONS)
-        assert before == after
-        assert finders == list(map(id, sys.meta_path))
-        print(json.dumps(sorted(m for m in set(sys.modules) - loaded)))
-    """)
+IMPORT = """
+    import sys, json
+    import transformers.models.qwen3.modeling_qwen3 as upstream
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def state():
+        values = {name: id(value) for name, value in vars(upstream).items()}
+        return values, list(ALL_ATTENTION_FUNCTIONS), list(map(id, sys.meta_path))
+
+    before, loaded = state(), set(sys.modules)
+    import opslot
+    found = {"unchanged": state() == before, "modules": sorted(set(sys.modules) - loaded)}
+
+    from opslot import KERNEL_REGISTRY, OpsImplementationConfig
+    from opslot._base.device import CPU
+    from opslot.slots import KernelRequest
+    OpsImplementationConfig()
+    for spec in KERNEL_REGISTRY.specs():
+        spec.unsupported(KernelRequest(spec.op_name, spec.variant, CPU))
+    vendors = {"triton", "liger_kernel", "quack", "fla", "mamba_ssm", "flash_attn", "kernels", "torch_npu"}
+    found["vendors"] = sorted(vendors & (set(sys.modules) - loaded))
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported():
+    """What importing opslot and listing its kernels changes in a new process."""
+    done = run(IMPORT)
     assert done.returncode == 0, done.stderr
-    new = json.loads(done.stdout)
-    assert all(m == "opslot" or m.startswith("opslot.") for m in new), new
+    return json.loads(done.stdout)
 
 
-def test_listing_kernels_imports_no_vendor():
-    done = run("""
-        import sys
-        from opslot import KERNEL_REGISTRY, OpsImplementationConfig
-        from opslot._base.device import CPU
-        from opslot.slots import KernelRequest
-        OpsImplementationConfig()
-        for spec in KERNEL_REGISTRY.specs():
-            spec.unsupported(KernelRequest(spec.op_name, spec.variant, CPU))
-        vendors = {"triton", "liger_kernel", "quack", "fla", "mamba_ssm", "flash_attn", "kernels", "torch_npu"}
-        print(sorted(vendors & set(sys.modules)))
-    """)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+def test_import_loads_no_other_package_and_does_not_change_transformers(imported):
+    assert imported["unchanged"]
+    assert all(m == "opslot" or m.startswith("opslot.") for m in imported["modules"]), imported["modules"]
+
+
+def test_listing_kernels_imports_no_vendor(imported):
+    assert imported["vendors"] == []
 
 
 NEW_OP = {

@@ -157,6 +157,10 @@ def test_unwritable_folder_raises(tmp_path, make_model) -> None:
 def test_meta_models_and_invalid_arguments_raise(tmp_path, make_model) -> None:
     with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight is on the meta device"):
         save_weights(make_model("qwen3", device="meta"), tmp_path / "x")
+    model = make_model("qwen3")
+    model.model.norm.weight.data = model.model.norm.weight.data.to(torch.complex128)
+    with pytest.raises(CheckpointError, match=r"model.norm.weight is torch.complex128, which safetensors cannot hold"):
+        save_weights(model, tmp_path / "x")
     with pytest.raises(ConfigError, match="'experts' is unknown"):
         save_weights(make_model("qwen3"), tmp_path / "x", layout="experts")
     with pytest.raises(ConfigError, match="'5 apples' is not a valid size"):

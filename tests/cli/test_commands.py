@@ -1,3 +1,4 @@
+import io
 import json
 import re
 
@@ -56,6 +57,7 @@ def test_explain_with_a_named_kernel(moe_config_folder, capsys):
         (["verify", "--op", "rms_norm", "--device", "gpu0"], "device 'gpu0' is not a valid device"),
         (["verify", "--op", "rms_norm", "--device", "cuda:99"], "device 'cuda:99': the number of GPUs"),
         (["verify", "--op", "rms_nrm"], "did you mean 'rms_norm'?"),
+        (["verify", "--op", "rms_norm", "--workers", "-1"], "--workers -1 is negative"),
         (["verify", "--op", "attention,rms_nrm"], "did you mean 'rms_norm'?"),
         (["verify", "--op", "rms_norm", "--dtype", "bfloat16,int8"], "--dtype 'int8' is not a floating dtype"),
         (["verify", "--kernel", "nothing"], "unknown kernel 'nothing'"),
@@ -147,6 +149,26 @@ def test_verify_several_ops(capsys):
     assert {result["dtype"] for result in results} == {"bfloat16", "float32"}
 
 
+def test_interrupted_command_exits_130(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("opslot.cli.kernels.run", interrupted)
+    assert main(["kernels"]) == 130
+    assert capsys.readouterr().err == "opslot: interrupted\n"
+    assert main(["kernels", "--traceback"]) == 130
+    assert "KeyboardInterrupt\nopslot: interrupted\n" in capsys.readouterr().err
+
+
+def test_output_to_a_closed_pipe_is_not_an_error(monkeypatch):
+    def closed(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("opslot.cli.kernels.run", closed)
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert main(["kernels"]) == 0
+
+
 def test_unknown_command_exits_2():
     with pytest.raises(SystemExit) as caught:
         main(["trian"])
@@ -161,9 +183,10 @@ def test_unknown_command_exits_2():
         (["verify", "--seed", str(10**20)], "is not a valid seed"),
         (["bisect", "model", "--seed", str(-(2**40))], "is not a valid seed"),
         (["data", "preview", "--samples", "-1"], "-1 must be at least 1"),
+        (["generate", "model", "--temperature", "-1"], "-1 must be 0 or a finite number above 0"),
     ],
 )
-def test_invalid_devices_and_seeds_exit_2(capsys, arguments, message):
+def test_invalid_devices_and_numbers_exit_2(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2

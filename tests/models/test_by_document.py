@@ -132,6 +132,7 @@ def test_experts_inside_raise_with_expert_parallelism():
         _check_experts(model, type("State", (), {"ep": 2}), plan)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_ranks_with_different_numbers_of_documents_equal_one_process():
     config = tiny_config("deepseek_v4")
     ids = random_ids(config)

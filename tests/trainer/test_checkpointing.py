@@ -198,6 +198,16 @@ def test_code_in_the_metadata_is_not_run(tmp_path, wrapped):
     assert not (tmp_path / "ran").exists()
 
 
+def test_metadata_with_a_path_outside_the_checkpoint_raises(tmp_path):
+    folder = save(tmp_path, 1)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    next(iter(metadata.storage_data.values())).relative_path = "../secret"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with_state_entries(folder)
+    with pytest.raises(CheckpointError, match=r"files outside of the checkpoint\n  found: \.\./secret"):
+        load_snapshot(folder, *trained(0))
+
+
 def test_code_in_a_value_is_not_run(tmp_path):
     """The optimizer's state may have values other than tensors, which are pickled."""
     model, optimizer = trained(0)

@@ -375,6 +375,9 @@ def test_merge_without_a_base_raises(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     assert main(["merge", str(tmp_path), str(tmp_path / "merged")]) == 2
     assert "the base model of" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
+    assert main(["merge", str(tmp_path), str(tmp_path / "merged"), "--base", str(tmp_path)]) == 2
+    assert "has the adapters of a classifier" in capsys.readouterr().err
 
 
 def test_merge_leaves_an_existing_folder(write, tmp_path, capsys):

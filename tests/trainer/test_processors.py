@@ -90,13 +90,14 @@ def samples(folder, kinds):
 
 def write_run(family, settings, folder):
     """A checkpoint of a family and its samples; returns the samples."""
-    if "video" in kinds_of(family) and importlib.util.find_spec("torchvision") is None:
-        pytest.skip(f"the video processor of {family} needs torchvision")
     try:
+        kinds = kinds_of(family)
+        if "video" in kinds and importlib.util.find_spec("torchvision") is None:
+            pytest.skip(f"the video processor of {family} needs torchvision")
         write_checkpoint(folder, family)
     except ImportError as error:
-        pytest.skip(str(error).splitlines()[0])
-    lines = samples(folder, kinds_of(family))
+        pytest.skip(str(error).strip().splitlines()[0])
+    lines = samples(folder, kinds)
     (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings |= {"task": "vlm", "model": {"config_path": str(folder)}}
     settings["data"] |= {"train_path": str(folder / "chat.jsonl"), "max_seq_len": 1024, "shuffle": False}

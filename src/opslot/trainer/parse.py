@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -63,7 +64,9 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
     if problems:
         raise ConfigError(list_problems(f"the configuration has {count_of(problems)}", problems, shown=30))
     assert namespace is not None, "fields are independent, so a value that is not valid is a problem above"
-    parsed = parser.instantiate_classes(namespace)
+    complete = copy.deepcopy(_defaults())
+    complete.update(namespace)
+    parsed = parser.instantiate_classes(complete)
     return RunConfig(**{section.name: getattr(parsed, section.name) for section in dataclasses.fields(RunConfig)})
 
 
@@ -145,6 +148,12 @@ def build_parser(*, every_field: bool = True) -> ArgumentParser:
         # Nor does it accept jsonargparse's options that append to a list.
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
     return parser
+
+
+@functools.cache
+def _defaults() -> Namespace:
+    """Every field as the parser leaves it if nothing is given, which takes longer than parsing what is given."""
+    return build_parser().parse_object({})
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -298,7 +307,7 @@ def _attempt(parse: Callable[..., Namespace], *arguments: Any) -> Namespace | No
     import argparse
 
     try:
-        return parse(*arguments)
+        return parse(*arguments, defaults=False)
     except (argparse.ArgumentError, TypeError, ValueError, RecursionError):
         return None
 
