@@ -136,7 +136,8 @@ def calls(op: str, variant: Any, dtype: torch.dtype, sizes: Mapping[str, int]) -
         large = [case.make(dtype, torch.device("cpu"), generator) for case in checks[1:]]
     yield checks[0].make(dtype, torch.device("cpu"), generator)
     yield from large
-    if widest is not None:
+    # In fp32 they take minutes to compile.
+    if widest is not None and dtype == torch.bfloat16:
         yield widest.make(dtype, torch.device("meta"), generator)
 
 
