@@ -67,8 +67,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("busy")
-    if worker is not None and config.args == config.getini("testpaths") and not sys.dont_write_bytecode:
-        _module("rewriting.py").cache_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -110,7 +108,6 @@ def pytest_sessionfinish() -> None:
 def faster_libraries() -> None:
     import torch
 
-    _module("configs.py").validate_quickly()
     if not torch.cuda.is_available():
         _module("interpreter.py").speed_up()
 

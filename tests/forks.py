@@ -237,7 +237,6 @@ if __name__ == "__main__":
     for name in ("jsonargparse", "pandas", "peft", "pytest", "rich.console", "torch.distributed.checkpoint"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    runpy.run_path(str(Path(__file__).with_name("configs.py")))["validate_quickly"]()
     # Collecting garbage in a fork would copy what was imported.
     gc.freeze()
     gc.enable()
