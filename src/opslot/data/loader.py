@@ -1,10 +1,10 @@
-"""Stateful dataloaders whose order does not depend on the number of ranks, and whose state is one integer."""
+"""Stateful dataloaders whose order does not depend on the number of ranks, and whose state is a few integers."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
-from opslot.data.balance import balance_micro_batches
+from opslot.data.balance import balance_micro_batches, document_costs
 from opslot.data.collation import collate, collate_padded, make_sample
 from opslot.data.mixture import MixedDataset
 from opslot.data.packing import PackedDataset
+from opslot.data.step_planning import StepWindow, longest_lookahead, plan_steps
 
 logger = get_logger(__name__)
 
@@ -176,9 +177,12 @@ class _SampleNumbers:
 class TokenLoader(_Loader):
     """Endless optimizer steps of whole documents; each step is a list of this rank's micro batches.
 
-    A step takes the next documents, in order, up to `step_tokens` tokens, so it does not depend on the number of ranks
-    and the size of micro batches. `balance_micro_batches` distributes them: no padding, at most `max_tokens` tokens in
-    a micro batch, the same number of micro batches on each rank, balanced by estimated FLOPs.
+    `plan_steps` assigns the next documents to several steps of at most `step_tokens` tokens, so that each can be shared
+    evenly (with a dataset that is not shuffled, a step takes the next documents). It does not depend on the number of
+    ranks and the size of micro batches. `balance_micro_batches` distributes a step: no padding, at most `max_tokens`
+    tokens in a micro batch, the same number of micro batches on each rank, balanced by estimated FLOPs.
+
+    The state has the documents that were planned together too, and how many of their steps were taken.
 
     Args:
         dataset: of one document per sample (`packing=False`).
@@ -212,6 +216,8 @@ class TokenLoader(_Loader):
         self.attention_cost = attention_cost
         self.collate_fn = collate_fn or collate
         self.step_size = 0
+        self._window: StepWindow | None = None
+        self._steps_done = 0
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         loader = DataLoader(
@@ -221,50 +227,145 @@ class TokenLoader(_Loader):
             collate_fn=_identity,
             **self._options(),
         )
-        for count, self.step_size, micro_batches in loader:
-            self.consumed += count
+        for step, micro_batches in loader:
+            self.consumed += step.documents
+            self.step_size = step.tokens
+            self._window, self._steps_done = step.window, step.steps_done
             yield micro_batches
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "data.max_tokens_per_batch": "set"}
 
+    def state_dict(self) -> dict[str, Any]:
+        window = None if self._window is None else {**self._window._asdict(), "steps_done": self._steps_done}
+        return {**super().state_dict(), "window": window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        # Of a state without a window, each step had the documents that follow those of the last one.
+        window = dict(state.get("window") or {})
+        self._steps_done = window.pop("steps_done", 0)
+        self._window = StepWindow(**window) if window else None
+
     def steps(self, epochs: float) -> int:
         """Optimizer steps for `epochs` passes over the documents; the last step may exceed them."""
-        first, count, total = 0, 0, max(1, round(self.dataset.samples_per_epoch * epochs))
+        total = max(1, round(self.dataset.samples_per_epoch * epochs))
+        first = count = 0
+        window = None
         while first < total:
-            first += len(self.step_lengths(first))
-            count += 1
+            window = self._next_window(first, window)
+            planned = [sum(map(len, step)) for step in self._plan(window).steps]
+            ends = first + np.cumsum(planned)
+            count += min(len(planned), int(np.searchsorted(ends, total)) + 1)
+            first = int(ends[-1])
         return count
 
-    def step_lengths(self, first: int) -> np.ndarray:
-        """Tokens of each document of the step that starts with sample `first`, int64."""
+    def step_documents(self) -> Iterator[StepDocuments]:
+        """The documents of each step after the consumed ones, without end."""
+        window, done, first = self._window, self._steps_done, self.consumed
+        while True:
+            if window is not None:
+                plan = self._plan(window)
+                for number in range(done, len(plan.steps)):
+                    bins = plan.steps[number]
+                    own = np.array([index for members in bins for index in members])
+                    first += len(own)
+                    yield StepDocuments(
+                        window.first + own, plan.lengths[own], plan.encoder_costs[own], bins, window, number + 1
+                    )
+            window, done = self._next_window(first, window), 0
+
+    def _next_window(self, first: int, last: StepWindow | None) -> StepWindow:
+        """The documents that are planned together after those of `last`, which grow so that training starts early."""
+        size, dataset = self.dataset.max_seq_len, self.dataset
+        longest = longest_lookahead(self.step_tokens, size) if dataset.shuffle else 1
+        lookahead = 1 if last is None else min(2 * last.lookahead, longest)
+        steps = lookahead
+        if steps > 1:
+            lengths = self._lengths(first, steps * self.step_tokens)
+            end = dataset.epoch_end(first)
+            if end is not None and end <= first + len(lengths):
+                # What is left of the epoch is in a step of its own, with the beginning of the next one.
+                steps = max(1, int(lengths[: end - first].sum()) // self.step_tokens)
+        return StepWindow(first, steps, lookahead, self.step_tokens)
+
+    def _plan(self, window: StepWindow) -> _Plan:
+        size = self.dataset.max_seq_len
+        lengths = self._lengths(window.first, window.steps * window.step_tokens)
+        encoder_costs = self.dataset.costs(window.first, window.first + len(lengths))
+        costs = document_costs(lengths, self.attention_cost, encoder_costs)
+        return _Plan(lengths, encoder_costs, plan_steps(lengths, costs, window, size, self.dataset.seed))
+
+    def _lengths(self, first: int, tokens: int) -> np.ndarray:
+        """Tokens of each of the next documents, up to `tokens` of them, int64; at least one document."""
         lengths: list[np.ndarray] = []
-        tokens = count = 0
-        while tokens <= self.step_tokens:
+        known = count = 0
+        while known <= tokens:
             lengths.append(self.dataset.token_counts(first + count, first + count + _LOOKAHEAD))
-            tokens += int(lengths[-1].sum())
+            known += int(lengths[-1].sum())
             count += _LOOKAHEAD
         ends = np.concatenate(lengths).cumsum()
-        taken = max(1, int(np.searchsorted(ends, self.step_tokens, side="right")))
+        taken = max(1, int(np.searchsorted(ends, tokens, side="right")))
         return np.diff(ends[:taken], prepend=0)
 
 
+class _Plan(NamedTuple):
+    """Documents of a window: tokens, costs of their encoders, and the indices of each step's, bin by bin."""
+
+    lengths: np.ndarray
+    encoder_costs: np.ndarray
+    steps: list[list[list[int]]]
+
+
+class StepDocuments(NamedTuple):
+    """Documents of an optimizer step over all ranks.
+
+    Attributes:
+        numbers: of their samples, int64 [documents].
+        lengths, encoder_costs: tokens of each, and estimated FLOPs of its encoders.
+        bins: indices in the window, in sets of similar cost.
+        window, steps_done: what has been taken with this step, for the dataloader state.
+    """
+
+    numbers: np.ndarray
+    lengths: np.ndarray
+    encoder_costs: np.ndarray
+    bins: list[list[int]]
+    window: StepWindow
+    steps_done: int
+
+
+class _Step(NamedTuple):
+    """Sample numbers of this rank's micro batches, with the documents and tokens of the step over all ranks."""
+
+    own: list[list[int]]
+    documents: int
+    tokens: int
+    window: StepWindow
+    steps_done: int
+
+
 class _StepSharding:
-    """For each step, without end: its samples and tokens over all ranks, and the sample numbers of this rank's micro
-    batches."""
+    """This rank's part of each step, without end."""
 
     def __init__(self, loader: TokenLoader) -> None:
         self.loader = loader
 
-    def __iter__(self) -> Iterator[tuple[int, int, list[list[int]]]]:
-        loader, first = self.loader, self.loader.consumed
-        while True:
-            lengths = loader.step_lengths(first)
-            costs = loader.dataset.costs(first, first + len(lengths))
-            by_rank = balance_micro_batches(lengths, loader.world_size, loader.max_tokens, loader.attention_cost, costs)
-            own = [[first + index for index in indices] for indices in by_rank[loader.rank]]
-            yield len(lengths), int(lengths.sum()), own
-            first += len(lengths)
+    def __iter__(self) -> Iterator[_Step]:
+        loader = self.loader
+        for step in loader.step_documents():
+            ends = np.cumsum([len(members) for members in step.bins])
+            planned = [list(range(end - len(members), end)) for end, members in zip(ends, step.bins, strict=True)]
+            by_rank = balance_micro_batches(
+                step.lengths,
+                loader.world_size,
+                loader.max_tokens,
+                loader.attention_cost,
+                step.encoder_costs,
+                planned,
+            )
+            own = [sorted(step.numbers[indices].tolist()) for indices in by_rank[loader.rank]]
+            yield _Step(own, len(step.numbers), int(step.lengths.sum()), step.window, step.steps_done)
 
 
 class _MicroBatches(Dataset):
@@ -281,9 +382,8 @@ class _MicroBatches(Dataset):
         self.dataset = dataset
         self.collate_fn = collate_fn
 
-    def __getitem__(self, step: tuple[int, int, list[list[int]]]) -> tuple[int, int, list[dict[str, Any]]]:
-        count, tokens, own = step
-        return count, tokens, [self._collate(numbers) for numbers in own]
+    def __getitem__(self, step: _Step) -> tuple[_Step, list[dict[str, Any]]]:
+        return step, [self._collate(numbers) for numbers in step.own]
 
     def _collate(self, numbers: list[int]) -> dict[str, Any]:
         documents = [tokens for number in numbers for tokens in self.dataset.tokens(number)]

@@ -38,6 +38,7 @@ class MixedDataset(Dataset):
         self.names = list(names)
         self.seed = seed
         self.packing = datasets[0].packing
+        self.shuffle = datasets[0].shuffle
         self.max_seq_len = datasets[0].max_seq_len
         self.pad_token_id = datasets[0].pad_token_id
         # Samples of each data set before each block that was drawn, [blocks + 1, datasets].
@@ -48,6 +49,10 @@ class MixedDataset(Dataset):
     def samples_per_epoch(self) -> int:
         """Samples of all data sets; tokenizes all of them."""
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
+
+    def epoch_end(self, number: int) -> int | None:
+        """None, since data sets end at different samples."""
+        return None
 
     def __len__(self) -> int:
         return self.samples_per_epoch

@@ -195,6 +195,11 @@ class PackedDataset(Dataset):
             self._samples_per_epoch = epoch.samples[-1]
         return self._samples_per_epoch
 
+    def epoch_end(self, number: int) -> int | None:
+        """The first sample of the epoch after that of sample `number`; None until a sample after it was computed."""
+        size = self._samples_per_epoch
+        return None if size is None else (number // size + 1) * size
+
     def __len__(self) -> int:
         return self.samples_per_epoch
 
