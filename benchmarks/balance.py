@@ -79,7 +79,7 @@ def corpus(mix: str, decoder: tuple[int, int], documents: int, seed: int = 0) ->
 def measure(documents: Corpus, width: int, ranks: int, micro_batches: int, lookahead: bool) -> dict[str, float]:
     """Mean and worst wait of a step, micro batches, and seconds to plan it."""
     from opslot.data import PackedDataset, TokenLoader
-    from opslot.data.balance import balance_micro_batches, document_costs
+    from opslot.data.balance import balance_micro_batches
 
     dataset = PackedDataset(documents, MAX_TOKENS, packing=False, shuffle=lookahead)
     step_tokens = ranks * micro_batches * MAX_TOKENS
@@ -87,13 +87,10 @@ def measure(documents: Corpus, width: int, ranks: int, micro_batches: int, looka
     waits, rounds = [], []
     start = time.perf_counter()
     for _, step in zip(range(STEPS), loader.step_documents(), strict=False):
-        ends = np.cumsum([len(members) for members in step.bins])
-        planned = [list(range(end - len(members), end)) for end, members in zip(ends, step.bins, strict=True)]
         by_rank = balance_micro_batches(
-            step.lengths, ranks, MAX_TOKENS, loader.attention_cost, step.encoder_costs, planned
+            step.lengths, ranks, MAX_TOKENS, other_costs=step.costs - step.lengths, planned=step.bins
         )
-        costs = document_costs(step.lengths, loader.attention_cost, step.encoder_costs)
-        each = np.array([[costs[members].sum() for members in own] for own in by_rank])
+        each = np.array([[step.costs[members].sum() for members in own] for own in by_rank])
         waits.append(each.max(0).sum() / (each.sum() / ranks) - 1)
         rounds.append(len(by_rank[0]) / -(-int(step.lengths.sum()) // (ranks * MAX_TOKENS)))
     seconds = (time.perf_counter() - start) / STEPS

@@ -149,6 +149,24 @@ def test_state_without_a_window_continues_after_the_consumed_documents():
     assert all(length in in_order for step in rest for length, _ in step)
 
 
+@pytest.mark.parametrize("window", [{}, {"first": 0}, [1, 2], {"steps": "x"}], ids=str)
+def test_damaged_window_raises(window):
+    one = loader()
+    take([one], 1)
+    state = {**one.state_dict(), "window": window}
+    with pytest.raises(DataError, match="no valid window"):
+        loader().load_state_dict(state)
+
+
+def test_resume_with_other_costs_keeps_the_steps_that_were_planned():
+    straight = take([loader(lengths=list(range(1, 33)) * 8)], 12)
+    one = loader(lengths=list(range(1, 33)) * 8)
+    assert take([one], 4) == straight[:4]
+    other = loader(lengths=list(range(1, 33)) * 8, attention_cost=1.0)
+    other.load_state_dict(one.state_dict())
+    assert take([other], 3) == straight[4:7]
+
+
 def test_documents_wait_for_at_most_the_steps_that_are_planned_together():
     lengths = np.random.default_rng(0).integers(1, 33, 4000).tolist()
     one = loader(lengths=lengths)

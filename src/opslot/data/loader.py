@@ -189,6 +189,7 @@ class TokenLoader(_Loader):
         step_tokens: maximum tokens in an optimizer step, over all ranks.
         max_tokens: maximum tokens in a micro batch of this rank, at least `dataset.max_seq_len`.
         attention_cost: see `balance_micro_batches`.
+        encoder_cost: a document's `MediaDocument.cost` counts so many times.
         rank, world_size, num_workers, pin_memory, allow_changes: as in `SampleLoader`.
         collate_fn: a packed sample to a batch; default `collate`.
 
@@ -203,6 +204,7 @@ class TokenLoader(_Loader):
         max_tokens: int,
         *,
         attention_cost: float = 0.0,
+        encoder_cost: float = 1.0,
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
@@ -214,6 +216,7 @@ class TokenLoader(_Loader):
         self.step_tokens = step_tokens
         self.max_tokens = max_tokens
         self.attention_cost = attention_cost
+        self.encoder_cost = encoder_cost
         self.collate_fn = collate_fn or collate
         self.step_size = 0
         self._window: StepWindow | None = None
@@ -241,11 +244,23 @@ class TokenLoader(_Loader):
         return {**super().state_dict(), "window": window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
         # Of a state without a window, each step had the documents that follow those of the last one.
-        window = dict(state.get("window") or {})
-        self._steps_done = window.pop("steps_done", 0)
-        self._window = StepWindow(**window) if window else None
+        window, done = state.get("window"), 0
+        if window is not None:
+            try:
+                done = int(window["steps_done"])
+                window = StepWindow(**{name: value for name, value in window.items() if name != "steps_done"})
+                usable = min(window) >= 0 and window.steps > 0 and window.step_tokens > 0 and done >= 0
+            except (TypeError, ValueError, AttributeError, KeyError):
+                usable = False
+            if not usable:
+                raise DataError(
+                    "the saved dataloader state has no valid window of planned steps",
+                    found=repr(state["window"])[:200],
+                    hint="continue from an earlier checkpoint (train.checkpoint.resume_from)",
+                )
+        super().load_state_dict(state)
+        self._window, self._steps_done = window, done
 
     def steps(self, epochs: float) -> int:
         """Optimizer steps for `epochs` passes over the documents; the last step may exceed them."""
@@ -267,11 +282,12 @@ class TokenLoader(_Loader):
             if window is not None:
                 plan = self._plan(window)
                 for number in range(done, len(plan.steps)):
-                    bins = plan.steps[number]
-                    own = np.array([index for members in bins for index in members])
+                    own = np.concatenate(plan.steps[number])
+                    ends = np.cumsum([len(members) for members in plan.steps[number]])
+                    bins = [part.tolist() for part in np.split(np.arange(len(own)), ends[:-1])]
                     first += len(own)
                     yield StepDocuments(
-                        window.first + own, plan.lengths[own], plan.encoder_costs[own], bins, window, number + 1
+                        window.first + own, plan.lengths[own], plan.costs[own], bins, window, number + 1
                     )
             window, done = self._next_window(first, window), 0
 
@@ -287,14 +303,14 @@ class TokenLoader(_Loader):
             if end is not None and end <= first + len(lengths):
                 # What is left of the epoch is in a step of its own, with the beginning of the next one.
                 steps = max(1, int(lengths[: end - first].sum()) // self.step_tokens)
-        return StepWindow(first, steps, lookahead, self.step_tokens)
+        return StepWindow(first, steps, lookahead, self.step_tokens, self.attention_cost, self.encoder_cost)
 
     def _plan(self, window: StepWindow) -> _Plan:
         size = self.dataset.max_seq_len
         lengths = self._lengths(window.first, window.steps * window.step_tokens)
-        encoder_costs = self.dataset.costs(window.first, window.first + len(lengths))
-        costs = document_costs(lengths, self.attention_cost, encoder_costs)
-        return _Plan(lengths, encoder_costs, plan_steps(lengths, costs, window, size, self.dataset.seed))
+        encoder_costs = self.dataset.costs(window.first, window.first + len(lengths)) * window.encoder_cost
+        costs = document_costs(lengths, window.attention_cost, encoder_costs)
+        return _Plan(lengths, costs, plan_steps(lengths, costs, window, size, self.dataset.seed))
 
     def _lengths(self, first: int, tokens: int) -> np.ndarray:
         """Tokens of each of the next documents, up to `tokens` of them, int64; at least one document."""
@@ -310,10 +326,10 @@ class TokenLoader(_Loader):
 
 
 class _Plan(NamedTuple):
-    """Documents of a window: tokens, costs of their encoders, and the indices of each step's, bin by bin."""
+    """Documents of a window: tokens, costs, and the indices of each step's, bin by bin."""
 
     lengths: np.ndarray
-    encoder_costs: np.ndarray
+    costs: np.ndarray
     steps: list[list[list[int]]]
 
 
@@ -322,14 +338,14 @@ class StepDocuments(NamedTuple):
 
     Attributes:
         numbers: of their samples, int64 [documents].
-        lengths, encoder_costs: tokens of each, and estimated FLOPs of its encoders.
-        bins: indices in the window, in sets of similar cost.
+        lengths, costs: tokens of each, and its estimated FLOPs in tokens.
+        bins: indices into these, in sets of similar cost.
         window, steps_done: what has been taken with this step, for the dataloader state.
     """
 
     numbers: np.ndarray
     lengths: np.ndarray
-    encoder_costs: np.ndarray
+    costs: np.ndarray
     bins: list[list[int]]
     window: StepWindow
     steps_done: int
@@ -354,15 +370,12 @@ class _StepSharding:
     def __iter__(self) -> Iterator[_Step]:
         loader = self.loader
         for step in loader.step_documents():
-            ends = np.cumsum([len(members) for members in step.bins])
-            planned = [list(range(end - len(members), end)) for end, members in zip(ends, step.bins, strict=True)]
             by_rank = balance_micro_batches(
                 step.lengths,
                 loader.world_size,
                 loader.max_tokens,
-                loader.attention_cost,
-                step.encoder_costs,
-                planned,
+                other_costs=step.costs - step.lengths,
+                planned=step.bins,
             )
             own = [sorted(step.numbers[indices].tolist()) for indices in by_rank[loader.rank]]
             yield _Step(own, len(step.numbers), int(step.lengths.sum()), step.window, step.steps_done)

@@ -25,12 +25,15 @@ class StepWindow(NamedTuple):
         steps: number of optimizer steps.
         lookahead: number of steps where enough documents are left in the epoch.
         step_tokens: maximum tokens in a step.
+        attention_cost, encoder_cost: see `TokenLoader`.
     """
 
     first: int
     steps: int
     lookahead: int
     step_tokens: int
+    attention_cost: float
+    encoder_cost: float
 
 
 def longest_lookahead(step_tokens: int, bin_tokens: int) -> int:
