@@ -15,10 +15,9 @@ tokens fill. Both are given for steps planned together, and for each step by its
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,31 +96,30 @@ def measure(documents: Corpus, width: int, ranks: int, micro_batches: int, looka
     return {"wait": np.mean(waits), "worst": np.max(waits), "extra": np.mean(rounds) - 1, "seconds": seconds}
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write the figures as JSON")
-    options = parser.parse_args(argv)
-    rows = []
+    parser.add_argument("--output", help="write the result as JSON")
+    args = parser.parse_args()
+    from opslot.bench import Environment, OutputFiles, Result, Run, Value
+
+    files = OutputFiles(args.output)
+    values = []
     print("mix    model  ranks  micro batches | planned: wait worst extra | by itself: wait worst extra | s/step")
-    for mix in MIXES:
-        for name, decoder in DECODERS.items():
-            for ranks in (2, 8, 64):
-                for micro_batches in (1, 4, 8):
-                    documents = corpus(mix, decoder, 40 * ranks * micro_batches * 8)
-                    found = {
-                        "planned": measure(documents, decoder[1], ranks, micro_batches, True),
-                        "by_itself": measure(documents, decoder[1], ranks, micro_batches, False),
-                    }
-                    rows.append({"mix": mix, "model": name, "ranks": ranks, "micro_batches": micro_batches, **found})
-                    both = " | ".join(
-                        f"{one['wait']:11.2%} {one['worst']:6.2%} {one['extra']:5.1%}" for one in found.values()
-                    )
-                    print(f"{mix:6} {name:5} {ranks:6} {micro_batches:14} | {both} | {found['planned']['seconds']:.3f}")
-    if options.output:
-        rounded = json.loads(json.dumps(rows), parse_float=lambda text: round(float(text), 5))
-        options.output.write_text(json.dumps(rounded, indent=1) + "\n")
+    for (mix, name), ranks, micro_batches in itertools.product(
+        itertools.product(MIXES, DECODERS), (2, 8, 64), (1, 4, 8)
+    ):
+        width = DECODERS[name][1]
+        documents = corpus(mix, DECODERS[name], 40 * ranks * micro_batches * 8)
+        planned, alone = (measure(documents, width, ranks, micro_batches, lookahead) for lookahead in (True, False))
+        both = " | ".join(f"{one['wait']:12.2%} {one['worst']:6.2%} {one['extra']:5.1%}" for one in (planned, alone))
+        print(f"{mix:6} {name:5} {ranks:6} {micro_batches:14} | {both} | {planned['seconds']:.3f}", flush=True)
+        case = f"{mix}, {name}, {ranks} ranks, {micro_batches} micro batches"
+        values.append(Value(f"{case}: wait, steps planned together", round(float(planned["wait"]), 5), "of a step"))
+        values.append(Value(f"{case}: wait, each step by itself", round(float(alone["wait"]), 5), "of a step"))
+    command = "python benchmarks/balance.py"
+    files.write(Result("benchmarks/balance.py", [Run(command, Environment.current("cpu"), values=values)]))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

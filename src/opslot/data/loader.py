@@ -104,7 +104,8 @@ class SampleLoader(_Loader):
     """Endless micro batches of a `PackedDataset`.
 
     The micro batches that the ranks run at the same time are consecutive samples, so the global batch of a step does
-    not depend on the number of ranks and the micro batch size.
+    not depend on the number of ranks and the micro batch size. With `step_samples`, packed samples of a step whose
+    attention costs about as much run at the same time, since ranks wait for each other.
 
     Args:
         dataset: the samples.
@@ -114,6 +115,7 @@ class SampleLoader(_Loader):
         pin_memory: allocate batches in page-locked memory, for copies to a GPU.
         allow_changes: accept the state of other data, see `DataConfig`.
         collate_fn: samples to a batch; default `collate`, or `collate_padded` without packing.
+        step_samples: samples of an optimizer step over all ranks, at whose ends the state is saved.
     """
 
     def __init__(
@@ -127,9 +129,11 @@ class SampleLoader(_Loader):
         pin_memory: bool = False,
         allow_changes: bool = False,
         collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+        step_samples: int | None = None,
     ) -> None:
         super().__init__(dataset, rank, world_size, num_workers, pin_memory, allow_changes)
         self.micro_batch_size = micro_batch_size
+        self.step_samples = step_samples
         self.collate_fn = collate_fn or _collate_of(dataset)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -159,9 +163,14 @@ class _SampleNumbers:
 
     def __init__(self, loader: SampleLoader) -> None:
         self.dataset = loader.dataset
+        self.rank = loader.rank
         self.size = loader.micro_batch_size
-        self.first = loader.consumed + loader.rank * self.size
         self.stride = self.size * loader.world_size
+        self.step = loader.step_samples or self.stride
+        self.is_balanced = loader.step_samples is not None and loader.world_size > 1 and self.dataset.packing
+        if not self.is_balanced:
+            self.step = self.stride
+        self.first = loader.consumed
         # Before workers are forked, so that they inherit what is known of the previous samples.
         self.dataset.prepare(self.first)
 
@@ -169,9 +178,26 @@ class _SampleNumbers:
         first = self.first
         while True:
             # Workers never tokenize: what their samples need is tokenized before they get the numbers.
-            self.dataset.prepare(first + self.size - 1)
-            yield list(range(first, first + self.size))
-            first += self.stride
+            if self.is_balanced:
+                self.dataset.prepare(first + self.step - 1)
+                yield from self._balanced(first)
+            else:
+                own = range(first + self.rank * self.size, first + (self.rank + 1) * self.size)
+                self.dataset.prepare(own[-1])
+                yield list(own)
+            first += self.step
+
+    def _balanced(self, first: int) -> Iterator[list[int]]:
+        """This rank's sample numbers of each micro batch of a step."""
+        numbers = sorted(
+            range(first, first + self.step), key=lambda number: (-self.dataset.attended_pairs(number), number)
+        )
+        ranks = self.stride // self.size
+        for start in range(0, self.step, self.stride):
+            rows = np.array(numbers[start : start + self.stride]).reshape(self.size, ranks)
+            # Each rank has the most expensive sample of one row and the cheapest one of the next.
+            rows[1::2] = rows[1::2, ::-1]
+            yield sorted(rows[:, self.rank].tolist())
 
 
 class TokenLoader(_Loader):

@@ -89,6 +89,11 @@ class MixedDataset(Dataset):
         located = [self.locate(number) for number in range(first, stop)]
         return np.array([float(self.datasets[source].costs(index, index + 1)[0]) for source, index in located])
 
+    def attended_pairs(self, number: int) -> int:
+        """See `PackedDataset.attended_pairs`."""
+        source, index = self.locate(number)
+        return self.datasets[source].attended_pairs(index)
+
     def token_counts(self, first: int, stop: int) -> np.ndarray:
         """Tokens of the samples [first, stop), int64; only without packing."""
         located = [self.locate(number) for number in range(first, stop)]

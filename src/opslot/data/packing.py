@@ -256,6 +256,16 @@ class PackedDataset(Dataset):
             first += len(samples)
         return np.concatenate(counts)
 
+    def attended_pairs(self, number: int) -> int:
+        """Sum of the squared lengths of the documents in sample `number`, to which its attention is proportional."""
+        assert self.packing, "samples are single documents"
+        epoch, buffer_number, index = self._locate(number)
+        buffer = self._buffer(epoch, buffer_number)
+        begin = int(buffer.samples[index - _before(epoch.samples, buffer_number)]) * self.max_seq_len
+        first, last = np.searchsorted(buffer.starts, [begin, begin + self.max_seq_len])
+        ends = [begin, *buffer.starts[first:last].tolist(), min(begin + self.max_seq_len, int(buffer.starts[-1]))]
+        return int((np.diff(ends) ** 2).sum())
+
     def epochs(self, count: int) -> float:
         """Passes over the data after the first `count` samples, by bytes of text; a whole number at the end of each.
 
