@@ -191,8 +191,8 @@ def test_order_without_shuffling_is_that_of_the_documents():
     [("media", 2, 1, 0.012), ("media", 8, 1, 0.02), ("media", 8, 4, 0.008), ("video", 8, 1, 0.015)],
 )
 def test_ranks_wait_little_when_steps_are_planned_together(mix, ranks, micro_batches, most):
-    """`most`: mean time of a step relative to an even distribution, less one; benchmarks/results/balance_epyc.json has the
-    figures of more ranks, and of steps by themselves."""
+    """`most`: mean time of a step relative to an even distribution, less one. benchmarks/results/balance_epyc.json has
+    the figures of more ranks, and of steps by themselves."""
     from benchmarks.balance import DECODERS, corpus, measure
 
     documents = corpus(mix, DECODERS["2B"], 40 * ranks * micro_batches * 8, seed=1)
