@@ -18,9 +18,11 @@ from opslot.trainer.vlm import VLMTrainer
 from tests.processors import write_checkpoint
 
 # Packed documents would see each other.
-UNPACKED = ("mllama", "qwen2_audio")
+UNPACKED = ("hunyuan_vl", "mllama", "qwen2_audio")
 QUICK = ("gemma3", "llava_next")
 SLOW = (
+    "aya_vision",
+    "cohere2_vision",
     "cohere_compass",
     "deepseek_vl",
     "exaone4_5",
@@ -30,10 +32,12 @@ SLOW = (
     "glm5_next",
     "glmasr",
     "hyperclovax_vision_v2",
+    "idefics2",
     "idefics3",
     "internvl",
     "janus",
     "kimi_k25",
+    "lfm2_vl",
     "lfm3_vl",
     "lighton_ocr",
     "llama4",
@@ -42,6 +46,7 @@ SLOW = (
     "llava_onevision",
     "minimax_m3_vl",
     "mistral3",
+    "ovis2",
     "paligemma",
     "phi4_multimodal",
     "qwen2_5_vl",
