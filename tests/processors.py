@@ -32,6 +32,9 @@ def write_checkpoint(folder, model_type):
     config = omni.CONFIGS[model_type]() if model_type in omni.CONFIGS else shrink(CONFIG_MAPPING[model_type]())
     cls = getattr(transformers, processing_auto.PROCESSOR_MAPPING_NAMES[model_type])
     source = inspect.getsource(inspect.getmodule(cls))
+    if hasattr(cls, "num_image_tokens"):
+        # GOT-OCR's processor has 256 tokens an image, each of 4 x 4 patches.
+        config.vision_config.image_size = 16 * 4 * config.vision_config.patch_size
     tokenizer = _tokenizer(folder, source)
     parts = {name: _part(name, model_type, config) for name in cls.get_attributes() if name != "tokenizer"}
     processor = cls(**parts, tokenizer=tokenizer, **_settings(cls, config))

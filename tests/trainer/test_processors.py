@@ -167,6 +167,20 @@ def test_processor_of_another_model(settings, train, tmp_path):
     assert "chat.jsonl, line 2: Image features and image tokens do not match" in error
 
 
+def test_text_for_a_processor_that_requires_images(settings, tmp_path):
+    """GOT-OCR's processor rejects text without images, also where only tokens of turns are special."""
+    write_checkpoint(tmp_path, "got_ocr2")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(talk()) + "\n")
+    settings |= {"task": "vlm", "model": {"config_path": str(tmp_path)}}
+    settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "max_seq_len": 64}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    trainer = VLMTrainer(load_config([str(file)]), callbacks=[])
+    (batch, *_) = trainer.next_micro_batches(iter(trainer.batches))
+    assert "pixel_values" not in batch
+    assert (batch["labels"] != -100).any()
+
+
 def test_prefix_language_model_does_not_see_answers(settings, tmp_path):
     """PaliGemma attends in both directions where token_type_ids is 0: before the first trained token alone."""
     write_run("paligemma", settings, tmp_path)

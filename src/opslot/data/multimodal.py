@@ -278,7 +278,8 @@ class MultimodalEncoder(ChatEncoder):
         try:
             return self.processor(text=[text], **options, **_arguments(media), **settings)
         except REJECTED:
-            if any(media.values()) or self._placeholders(text):
+            tokens = (getattr(self.processor, f"{kind}_token", None) for kind in KINDS)
+            if any(media.values()) or any(isinstance(token, str) and token in text for token in tokens):
                 raise
             return tokenizer([text], **options)
 
