@@ -167,6 +167,17 @@ def test_processor_of_another_model(settings, train, tmp_path):
     assert "chat.jsonl, line 2: Image features and image tokens do not match" in error
 
 
+def test_encoder_decoder_raises(settings, train, tmp_path):
+    """The encoder of Florence-2 would read the answers."""
+    write_checkpoint(tmp_path, "florence2")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(talk()) + "\n")
+    settings |= {"task": "vlm", "model": {"config_path": str(tmp_path)}}
+    settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "max_seq_len": 64, "packing": False}
+    code, _, error = train()
+    assert code == 2
+    assert "its encoder would read the answers" in error
+
+
 def test_text_for_a_processor_that_requires_images(settings, tmp_path):
     """GOT-OCR's processor rejects text without images, also where only tokens of turns are special."""
     write_checkpoint(tmp_path, "got_ocr2")
