@@ -74,9 +74,11 @@ def test_adapters_are_exported_with_the_processor(vlm_settings, tmp_path, train)
     AutoModelForImageTextToText.from_config(config).save_pretrained(base)
     vlm_settings["train"] |= {"max_steps": 1, "freeze": ["vision"]}
     vlm_settings["lora"] = {"r": 2, "merge": True}
-    code, _, err = train()
+    code, out, err = train()
     assert code == 0, err
     folder = tmp_path / "out" / "hf"
+    assert f'load it with: AutoModelForImageTextToText.from_pretrained("{folder}")' in out.replace("\n", "")
+    assert AutoModelForImageTextToText.from_pretrained(folder).active_adapters() == ["default"]
     for name in (folder, folder / "merged"):
         assert type(load_processor(name)).__name__ == "Qwen3VLProcessor"
     adapters = load_file(folder / "adapter_model.safetensors")

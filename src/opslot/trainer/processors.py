@@ -67,7 +67,7 @@ def multimodal_class(config: PreTrainedConfig) -> str:
 
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"task vlm cannot train {config.model_type!r}, an encoder-decoder model: its encoder would read the answers",
+            f"task vlm cannot train {config.model_type!r}, an encoder-decoder: its encoder would read the answers",
             hint="use a vision-language or omni model with a decoder alone, such as qwen3_vl",
         )
     named = next(iter(config.architectures or ()), None)
