@@ -32,6 +32,9 @@ def write_checkpoint(folder, model_type):
     config = omni.CONFIGS[model_type]() if model_type in omni.CONFIGS else shrink(CONFIG_MAPPING[model_type]())
     cls = getattr(transformers, processing_auto.PROCESSOR_MAPPING_NAMES[model_type])
     source = inspect.getsource(inspect.getmodule(cls))
+    if hasattr(cls, "num_image_tokens"):
+        # GOT-OCR's processor has 256 tokens an image, each of 4 x 4 patches.
+        config.vision_config.image_size = 16 * 4 * config.vision_config.patch_size
     tokenizer = _tokenizer(folder, source)
     parts = {name: _part(name, model_type, config) for name in cls.get_attributes() if name != "tokenizer"}
     processor = cls(**parts, tokenizer=tokenizer, **_settings(cls, config))
@@ -39,6 +42,9 @@ def write_checkpoint(folder, model_type):
     processor.save_pretrained(folder)
     thinker = getattr(config, "thinker_config", config)
     _set_token_ids(thinker, processor)
+    if hasattr(getattr(thinker, "vision_config", None), "vision_use_head"):
+        # As in the published checkpoints; its output is not a feature.
+        thinker.vision_config.vision_use_head = False
     text = thinker.get_text_config()
     for name in ("vocab_size", "vocab_size_per_layer_input"):
         if getattr(text, name, None):
@@ -62,6 +68,8 @@ def _tokenizer(folder, source):
     named = {*re.findall(r"tokenizer(?:\.|, [\"'])(\w+_token)\b", source)}
     roles = sorted(named - {"pad_token", "bos_token", "eos_token", "unk_token"})
     literal = re.findall(r"[\"'](<\|?/?[\w :-]+\|?>|\[[A-Z_]+\])[\"']", source)
+    # Several in one string (Ovis2).
+    literal += re.findall(r"<IMG_[A-Z]+>", source)
     literal += re.findall(r"^    [A-Z_]+_TOKEN = [\"'](.+)[\"']$", source, re.M)
     defaults = dict(re.findall(r"[\"'](<[^\"']+>)[\"'] if not hasattr\(tokenizer, [\"'](\w+)[\"']\)", source))
     default_of = {role: token for token, role in defaults.items()}
@@ -127,6 +135,10 @@ def _sizes(cls, config, vision):
     side = getattr(vision, "image_size", None) or 4 * patch * merge
     side = side if isinstance(side, int) else side[0]
     found = {}
+    if hasattr(cls, "encoder_patch_size"):
+        # At most 16 patches an image, in one tile.
+        found |= {"encoder_patch_size": patch, "do_image_splitting": False, "min_image_tokens": 1}
+        found |= {"max_image_tokens": 4, "downsample_factor": config.downsample_factor}
     for name, value in {
         "patch_size": patch,
         "merge_size": merge,
@@ -144,7 +156,13 @@ def _sizes(cls, config, vision):
             found[name] = value
     if isinstance(getattr(cls, "patch_size", None), dict):
         found["patch_size"] = {"height": patch, "width": patch}
+    if cls.__name__.startswith("Cohere2Vision"):
+        # Here it is the number of features along a side of a tile.
+        found["patch_size"] = side // patch // config.downsample_factor
     size = getattr(cls, "size", None) or {}
+    if set(size) == {"shortest_edge", "longest_edge"} and "split" in inspect.getsource(cls):
+        found["size"] = {"shortest_edge": side // 2, "longest_edge": side}
+        return found
     if set(size) == {"shortest_edge", "longest_edge"} and size["longest_edge"] > 2000:
         found["size"] = {"shortest_edge": (patch * merge) ** 2, "longest_edge": 16 * (patch * merge) ** 2}
     elif "shortest_edge" in size:
@@ -173,6 +191,8 @@ def _settings(cls, config):
         found["vision_feature_select_strategy"] = config.vision_feature_select_strategy
     if "num_additional_image_tokens" in taken and vision.model_type.startswith("clip"):
         found["num_additional_image_tokens"] = 1
+    if "img_size" in taken:
+        found |= {"img_size": vision.image_size, "downsample_factor": config.downsample_factor}
     if "audio_seq_length" in taken:
         found["audio_seq_length"] = config.audio_soft_tokens_per_image
     for name in _SIZE_OF_SEQUENCE:
@@ -183,6 +203,8 @@ def _settings(cls, config):
 
 def _sequence(config, vision):
     """Tokens of an image of the config's size."""
+    if hasattr(config, "perceiver_config"):
+        return config.perceiver_config.resampler_n_latents
     if isinstance(getattr(config, "vision_soft_tokens_per_image", None), int):
         return config.vision_soft_tokens_per_image
     side, patch = (v if isinstance(v, int) else v[0] for v in (getattr(vision, "image_size", 16), vision.patch_size))
@@ -203,6 +225,7 @@ def _template(processor, model_type):
             continue
         vocabulary = tokenizer.get_vocab()
         start = next((token for token in _AROUND[kind] if token in vocabulary), "")
+        start = getattr(tokenizer, f"{kind}_start_token", start)
         end = start.replace("start", "end").replace("begin", "end").replace("bos", "eos")
         branches += f"{{% elif part.type == '{kind}' %}}{start}{token}{end}"
     return (
@@ -230,3 +253,8 @@ def _set_token_ids(config, processor):
         token = next((t for t in tokens if isinstance(t, str) and t in number), None)
         if token is not None:
             setattr(config, name, number[token])
+    if "<IMG_ATOM>" in number:
+        # Ovis2 replaces the placeholder by tokens of features and of the grid of tiles.
+        config.image_token_id = number["<IMG_ATOM>"]
+        names = ("START", "GRID", "COL", "ROW", "END")
+        config.visual_indicator_token_ids = [number[f"<IMG_{name}>"] for name in names]

@@ -390,6 +390,44 @@ class FakeDecoders:
             return self.samples
 
 
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ({"array": [0.1] * 9, "sampling_rate": "x"}, "sampling_rate is not a positive number: 'x'"),
+        ({"array": [0.1] * 9, "sampling_rate": -1}, "is not a positive number: -1"),
+        ({"array": [0.1, float("nan")]}, "not finite"),
+        ({"array": [[0.1, 0.2], [0.1]]}, "not rectangular"),
+        ({"array": ["a", "b"]}, "is not audio"),
+    ],
+    ids=str,
+)
+def test_array_that_is_not_audio_raises(source, problem, tmp_path):
+    with pytest.raises(MediaError, match=problem):
+        load_audio(source, tmp_path, 16000)
+
+
+def test_integer_samples_are_those_of_a_file(tmp_path):
+    samples = (8000 * np.sin(np.arange(400) / 9)).astype("<i2")
+    with wave.open(str(tmp_path / "tone.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(samples.tobytes())
+    decoded = load_audio("tone.wav", tmp_path, 16000)
+    np.testing.assert_array_equal(load_audio({"array": samples.tolist()}, tmp_path, 16000), decoded)
+    np.testing.assert_array_equal(load_audio({"array": decoded.tolist()}, tmp_path, 16000), decoded)
+
+
+@pytest.mark.parametrize("fps", ["a", -1, float("inf"), [2]], ids=str)
+def test_rate_of_frames_that_is_not_a_number_raises(fps, tmp_path):
+    frames = np.zeros((4, 8, 8, 3), np.uint8)
+    with pytest.raises(MediaError, match="fps is not a positive number"):
+        load_video({"array": frames, "fps": fps}, tmp_path, Limits())
+
+
+def test_pixels_that_are_not_finite_raise(tmp_path):
+    with pytest.raises(MediaError, match="not finite"):
+        load_image({"array": np.full((8, 8, 3), np.nan)}, tmp_path, Limits())
+
+
 def test_torchcodec_decodes_where_it_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(media, "_torchcodec", lambda: FakeDecoders)
     video = load_video({"bytes": b"video"}, tmp_path, Limits(max_frames=3))

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from opslot.data import (
     evaluation_batches,
     split_documents,
 )
+from opslot.data.loader import _SampleNumbers
 
 
 class Documents:
@@ -196,3 +199,37 @@ def test_cached_and_in_memory_samples_are_equal(corpus_of, lengths):
     tokens = torch.cat([sample["input_ids"][: 8 - sample["padding"]] for sample in epoch_of(samples)])
     ends = np.cumsum(lengths) - 1
     assert np.flatnonzero(tokens == 0).tolist() == [e for e in ends if e < len(tokens)]
+
+
+@given(lengths=lengths, size=st.integers(2, 32), seed=st.integers(0, 3), number=st.integers(0, 2))
+def test_attended_pairs_are_those_of_the_documents(lengths, size, seed, number):
+    samples = PackedDataset(Documents(lengths), size, seed=seed)
+    for index in range(number * len(samples), (number + 1) * len(samples)):
+        parts = samples.tokens(index)
+        assert samples.attended_pairs(index) == sum(len(part) ** 2 for part in parts)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_samples_of_similar_attention_run_at_the_same_time(micro_batch_size):
+    """Long documents and short ones, in samples of 512 tokens; 4 ranks, steps of 32 samples."""
+    lengths = [512] * 30 + [16] * 2000 + [100] * 300
+    samples = PackedDataset(Documents(lengths), 512, seed=0)
+
+    def waits(step_samples):
+        loaders = [
+            SampleLoader(samples, micro_batch_size, rank=rank, world_size=4, step_samples=step_samples)
+            for rank in range(4)
+        ]
+        batches = [iter(_SampleNumbers(loader)) for loader in loaders]
+        total, longest, seen = 0, 0, []
+        for _ in range(64 // 4 // micro_batch_size):
+            of_ranks = [next(batch) for batch in batches]
+            seen.append(sorted(number for numbers in of_ranks for number in numbers))
+            costs = [sum(samples.attended_pairs(number) for number in numbers) for numbers in of_ranks]
+            total, longest = total + sum(costs) / 4, longest + max(costs)
+        half = len(seen) // 2
+        for first, taken in ((0, seen[:half]), (32, seen[half:])):
+            assert sorted(itertools.chain.from_iterable(taken)) == list(range(first, first + 32))
+        return longest / total
+
+    assert waits(32) < 1.2 < 1.5 < waits(None)

@@ -183,6 +183,21 @@ def test_masks_select_the_same_elements(monkeypatch):
     assert torch.equal(torch.autograd.grad(sum(x.sum() for x in found), features)[0], expected_grad)
 
 
+def test_masks_expanded_as_features_stay_on_host():
+    """HunYuan-VL expands its mask to the shape of embeddings on the device, and selects by it there."""
+
+    class Expands(WithImages):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(8, 6, device="meta")
+
+        def forward(self, ids):
+            x = self.embedding(ids)
+            return x[(ids == 3).unsqueeze(-1).expand_as(x).to(x.device)].numel()
+
+    assert keep_inputs_on_host(Expands())(torch.tensor([[1, 3, 3], [3, 0, 2]])) == 3 * 6
+
+
 @pytest.mark.parametrize("expanded", [True, False])
 def test_masks_over_channels_copy_an_index_per_token(monkeypatch, expanded):
     import opslot.models._host_inputs as host_inputs

@@ -18,9 +18,11 @@ from opslot.trainer.vlm import VLMTrainer
 from tests.processors import write_checkpoint
 
 # Packed documents would see each other.
-UNPACKED = ("mllama", "qwen2_audio")
+UNPACKED = ("hunyuan_vl", "mllama", "qwen2_audio")
 QUICK = ("gemma3", "llava_next")
 SLOW = (
+    "aya_vision",
+    "cohere2_vision",
     "cohere_compass",
     "deepseek_vl",
     "exaone4_5",
@@ -30,10 +32,12 @@ SLOW = (
     "glm5_next",
     "glmasr",
     "hyperclovax_vision_v2",
+    "idefics2",
     "idefics3",
     "internvl",
     "janus",
     "kimi_k25",
+    "lfm2_vl",
     "lfm3_vl",
     "lighton_ocr",
     "llama4",
@@ -42,6 +46,7 @@ SLOW = (
     "llava_onevision",
     "minimax_m3_vl",
     "mistral3",
+    "ovis2",
     "paligemma",
     "phi4_multimodal",
     "qwen2_5_vl",
@@ -161,6 +166,31 @@ def test_processor_of_another_model(settings, train, tmp_path):
     code, _, error = train()
     assert code == 2
     assert "chat.jsonl, line 2: Image features and image tokens do not match" in error
+
+
+def test_encoder_decoder_raises(settings, train, tmp_path):
+    """The encoder of Florence-2 would read the answers."""
+    write_checkpoint(tmp_path, "florence2")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(talk()) + "\n")
+    settings |= {"task": "vlm", "model": {"config_path": str(tmp_path)}}
+    settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "max_seq_len": 64, "packing": False}
+    code, _, error = train()
+    assert code == 2
+    assert "its encoder would read the answers" in error
+
+
+def test_text_for_a_processor_that_requires_images(settings, tmp_path):
+    """GOT-OCR's processor rejects text without images, also where only tokens of turns are special."""
+    write_checkpoint(tmp_path, "got_ocr2")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(talk()) + "\n")
+    settings |= {"task": "vlm", "model": {"config_path": str(tmp_path)}}
+    settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "max_seq_len": 64}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    trainer = VLMTrainer(load_config([str(file)]), callbacks=[])
+    (batch, *_) = trainer.next_micro_batches(iter(trainer.batches))
+    assert "pixel_values" not in batch
+    assert (batch["labels"] != -100).any()
 
 
 def test_prefix_language_model_does_not_see_answers(settings, tmp_path):

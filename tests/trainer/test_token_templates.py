@@ -71,6 +71,17 @@ def trainer_of(settings, folder, *overrides):
     return VLMTrainer(load_config([str(folder / "run.yaml"), *overrides]), callbacks=[])
 
 
+def test_audio_is_decoded_once_to_tokenize_a_sample(voxtral, settings, tmp_path, monkeypatch):
+    from opslot.data import multimodal
+
+    decoded, load = [], multimodal.load_audio
+    monkeypatch.setattr(multimodal, "load_audio", lambda *given: decoded.append(given) or load(*given))
+    trainer = trainer_of(settings, tmp_path)
+    audio = sum(b"tone.wav" in extra for i in range(len(trainer.train_set)) for extra in trainer.train_set.extras(i))
+    assert audio
+    assert len(decoded) == audio
+
+
 def test_inputs_are_those_of_the_processor(voxtral, settings, tmp_path):
     settings["data"]["packing"] = False
     trainer = trainer_of(settings, tmp_path, "--train.micro_batch_size=1")

@@ -51,6 +51,17 @@ def test_run_and_export(vlm_settings, tmp_path, train):
     assert all("eval_loss" in record for record in read_metrics(tmp_path / "out") if record["step"] % 2 == 0)
 
 
+def test_steps_are_balanced_by_what_is_trained(vlm_settings, tmp_path):
+    """A frozen encoder has no backward pass, two thirds of its FLOPs less the input gradient of the patch embedding."""
+    trained = trainer_of(vlm_settings, tmp_path).batches
+    frozen = trainer_of(vlm_settings, tmp_path, **{"train.freeze": "[vision, merger]"}).batches
+    assert trained.attention_cost > 0
+    assert 1 / 3 <= frozen.encoder_cost / trained.encoder_cost < 1 / 2
+    assert frozen.state_dict()["window"] is None
+    next(iter(frozen))
+    assert frozen.state_dict()["window"]["encoder_cost"] == frozen.encoder_cost
+
+
 def test_adapters_are_exported_with_the_processor(vlm_settings, tmp_path, train):
     from peft import PeftModel
     from safetensors.torch import load_file
@@ -63,9 +74,11 @@ def test_adapters_are_exported_with_the_processor(vlm_settings, tmp_path, train)
     AutoModelForImageTextToText.from_config(config).save_pretrained(base)
     vlm_settings["train"] |= {"max_steps": 1, "freeze": ["vision"]}
     vlm_settings["lora"] = {"r": 2, "merge": True}
-    code, _, err = train()
+    code, out, err = train()
     assert code == 0, err
     folder = tmp_path / "out" / "hf"
+    assert f'load it with: AutoModelForImageTextToText.from_pretrained("{folder}")' in out.replace("\n", "")
+    assert AutoModelForImageTextToText.from_pretrained(folder).active_adapters() == ["default"]
     for name in (folder, folder / "merged"):
         assert type(load_processor(name)).__name__ == "Qwen3VLProcessor"
     adapters = load_file(folder / "adapter_model.safetensors")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from itertools import product
 
@@ -10,6 +9,16 @@ import numpy as np
 
 # At most as many documents are exchanged in a step, each with one of so many micro batches.
 _EXCHANGES, _CHEAPEST = 64, 2
+# Micro batches with so much of the mean cost at most are even enough.
+_EVEN = 1.002
+
+
+def document_costs(
+    lengths: np.ndarray, attention_cost: float = 0.0, other_costs: Sequence[float] | np.ndarray | None = None
+) -> np.ndarray:
+    """Estimated FLOPs of documents, in tokens: n + attention_cost * n**2 + other costs for n tokens; float64."""
+    sizes = np.asarray(lengths, dtype=np.float64)
+    return sizes + attention_cost * sizes**2 + (0.0 if other_costs is None else np.asarray(other_costs))
 
 
 def balance_micro_batches(
@@ -18,13 +27,14 @@ def balance_micro_batches(
     max_tokens: int,
     attention_cost: float = 0.0,
     other_costs: Sequence[float] | np.ndarray | None = None,
+    planned: Sequence[Sequence[int]] = (),
 ) -> list[list[list[int]]]:
     """Assign documents to ranks and micro batches; a function of the arguments alone.
 
-    Bin packing, most expensive first (or longest first, where that is more even): each document goes to the cheapest
-    micro batch with room for it. Then the most expensive micro batch exchanges documents with the cheapest ones, as
-    long as that lowers its cost. Micro batches of similar cost run at the same time on all ranks, which wait for each
-    other. There are as few micro batches as possible; some are empty if there are fewer documents.
+    Bin packing, most expensive first (or longest first, or as `planned`, where that is more even): each document goes
+    to the cheapest micro batch with room for it. Then the most expensive micro batch exchanges documents with the
+    cheapest ones, as long as that lowers its cost. Micro batches of similar cost run at the same time on all ranks,
+    which wait for each other. There are as few micro batches as possible; some are empty if there are fewer documents.
 
     Args:
         lengths: tokens of each document, none above `max_tokens`.
@@ -32,56 +42,71 @@ def balance_micro_batches(
         max_tokens: maximum tokens in a micro batch.
         attention_cost: a document of n tokens costs n + attention_cost * n**2.
         other_costs: added to the cost of each document, in tokens.
+        planned: sets of documents of similar cost, as `plan_steps` returns them.
 
     Returns:
         [rank][micro batch] -> indices into `lengths`, ascending; the same number of micro batches for each rank.
     """
-    sizes = [int(length) for length in lengths]
-    assert max(sizes, default=0) <= max_tokens, f"a document of {max(sizes)} tokens, micro batches of {max_tokens}"
-    others = [0.0] * len(sizes) if other_costs is None else [float(cost) for cost in other_costs]
-    costs = [size + attention_cost * size**2 + other for size, other in zip(sizes, others, strict=True)]
-    rounds = max(1, -(-sum(sizes) // (ranks * max_tokens)))
-    orders = [
-        sorted(range(len(sizes)), key=lambda i: (-costs[i], -sizes[i], i)),
-        # Long documents of low cost may need to be first to fit.
-        sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)),
-    ]
-    while True:
-        found = [_fill(order, sizes, costs, ranks * rounds, max_tokens) for order in orders]
-        fitting = [_exchange(bins, sizes, costs, max_tokens) for bins in found if bins is not None]
-        if fitting:
-            bins = min(fitting, key=lambda bins: max(sum(costs[i] for i in members) for members in bins))
-            break
+    sizes = np.asarray(lengths, dtype=np.int64)
+    longest = sizes.max(initial=0)
+    assert longest <= max_tokens, f"a document of {longest} tokens, micro batches of {max_tokens}"
+    costs = document_costs(sizes, attention_cost, other_costs)
+    rounds = max(1, -(-int(sizes.sum()) // (ranks * max_tokens)))
+    single = [[index] for index in range(len(sizes))]
+    # Long documents of low cost may need to be first to fit.
+    tries = [*([(planned, False)] if planned else []), (single, False), (single, True)]
+    found: list[tuple[float, float, list[list[int]]]] = []
+    while not found:
+        for items, longest_first in tries:
+            bins = fill(items, sizes, costs, ranks * rounds, max_tokens, longest_first)
+            if bins is not None:
+                bins = _exchange(bins, sizes.tolist(), costs.tolist(), max_tokens)
+                loads = np.array([costs[members].sum() for members in bins])
+                # Where the most expensive micro batch cannot be cheaper, the others still can be even.
+                found.append((float(loads.max()), float((loads**2).sum()), bins))
+                if loads.max() <= _EVEN * loads.mean():
+                    break
         rounds += 1
-    bins.sort(key=lambda members: (-sum(costs[i] for i in members), members))
+    bins = min(found)[-1]
+    rounds = len(bins) // ranks
+    bins.sort(key=lambda members: (-float(costs[members].sum()), members))
     by_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
     load = [0.0] * ranks
     for number in range(rounds):
         concurrent = bins[number * ranks : (number + 1) * ranks]
         for rank, members in zip(sorted(range(ranks), key=load.__getitem__), concurrent, strict=True):
             by_rank[rank].append(sorted(members))
-            load[rank] += sum(costs[i] for i in members)
+            load[rank] += float(costs[members].sum())
     return by_rank
 
 
-def _fill(
-    order: list[int], sizes: list[int], costs: list[float], count: int, max_tokens: int
+def fill(
+    items: Sequence[Sequence[int]],
+    sizes: np.ndarray,
+    costs: np.ndarray,
+    count: int,
+    max_tokens: int,
+    longest_first: bool = False,
 ) -> list[list[int]] | None:
-    """`count` bins of indices; None if a document does not fit in this order."""
+    """Sets of documents in `count` bins, most expensive first, each in the cheapest bin that has room for it.
+
+    Returns:
+        [bin] -> documents; None if one does not fit in this order.
+    """
+    numbers = np.repeat(np.arange(len(items)), [len(item) for item in items])
+    members = np.array([index for item in items for index in item], dtype=np.int64)
+    tokens, loads = (np.bincount(numbers, each[members], minlength=len(items)) for each in (sizes, costs))
+    order = np.lexsort((-loads, -tokens) if longest_first else (-tokens, -loads))
     bins: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
-    cheapest = [(0.0, number) for number in range(count)]
-    for index in order:
-        full = []
-        while cheapest and tokens[cheapest[0][1]] + sizes[index] > max_tokens:
-            full.append(heapq.heappop(cheapest))
-        if not cheapest:
+    room, load = np.full(count, float(max_tokens)), np.zeros(count)
+    for index in order.tolist():
+        fits = np.where(room >= tokens[index], load, np.inf)
+        number = int(fits.argmin())
+        if fits[number] == np.inf:
             return None
-        cost, number = heapq.heappop(cheapest)
-        bins[number].append(index)
-        tokens[number] += sizes[index]
-        for entry in (*full, (cost + costs[index], number)):
-            heapq.heappush(cheapest, entry)
+        bins[number] += items[index]
+        room[number] -= tokens[index]
+        load[number] += loads[index]
     return bins
 
 

@@ -14,18 +14,29 @@ def encoder_cost(config: Any, inputs: Mapping[str, torch.Tensor]) -> float:
     A layer of width h takes 24 h^2 FLOPs per token, and bidirectional attention 4 h for each token of the same image:
     n patches cost n * (layers * h * (h + s / 6)) / (layers * h^2 of the language model), with s patches an image.
     """
-    text = config.get_text_config()
-    decoder = _number(text, "num_hidden_layers") * _number(text, "hidden_size") ** 2
     total = 0.0
     for kind in ("vision", "audio"):
         tower = getattr(config, f"{kind}_config", None)
-        if tower is None:
-            continue
-        width = _number(tower, "embed_dim", "hidden_size", "d_model")
-        layers = _number(tower, "depth", "num_hidden_layers", "encoder_layers", "num_layers")
-        counts = _audio_frames(inputs) if kind == "audio" else _patches(tower, inputs)
-        total += sum(n * layers * width * (width + s / 6) for n, s in counts)
-    return total / decoder
+        if tower is not None:
+            counts = _audio_frames(inputs) if kind == "audio" else _patches(tower, inputs)
+            linear, width = _linear_cost(config, tower)
+            total += sum(n * linear * (1 + s / (6 * width)) for n, s in counts)
+    return total
+
+
+def linear_patch_cost(config: Any) -> float:
+    """What `encoder_cost` has for a patch without attention; 0 without a vision encoder."""
+    tower = getattr(config, "vision_config", None)
+    return 0.0 if tower is None else _linear_cost(config, tower)[0]
+
+
+def _linear_cost(config: Any, tower: Any) -> tuple[float, int]:
+    """Estimated FLOPs of the matmuls of an encoder for a patch, in tokens of the language model, and its width."""
+    text = config.get_text_config()
+    decoder = _number(text, "num_hidden_layers") * _number(text, "hidden_size") ** 2
+    width = _number(tower, "embed_dim", "hidden_size", "d_model")
+    layers = _number(tower, "depth", "num_hidden_layers", "encoder_layers", "num_layers")
+    return layers * width**2 / decoder, width
 
 
 def _patches(tower: Any, inputs: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int]]:

@@ -181,6 +181,10 @@ def _check_text(text: Any, name: str) -> None:
         raise ValueError(f"{name} holds {lone}")
 
 
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) -> list[str]:
     """Names of the labels in `files`, which are read once: sorted strings, or LABEL_0 to the largest number.
 
@@ -189,22 +193,19 @@ def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) 
     """
     problems: list[str] = []
     columns = {file: encoder.columns[file][1:] for file in files}
-    names: set[str] = set()
-    largest = -1
+    found_labels: set[str | int] = set()
     malformed: list[str] | None = [] if encoder.on_bad_sample == "skip" else None
     for shard in split_into_shards(files, columns, 64 << 20, problems, format):
         for where, record in read_records(shard, columns, "document", problems, malformed):
             value = record.get(columns[where.file][0])
-            for label in value if isinstance(value, list) else [value]:
-                if isinstance(label, str):
-                    names.add(label)
-                elif isinstance(label, int):
-                    largest = max(largest, int(label))
+            found_labels.update(label for label in _listed(value) if isinstance(label, str | int))
         if problems:
             raise DataError(
                 list_problems("the data cannot be read", problems),
                 hint="fix it, or leave malformed samples out with data.on_bad_sample: skip",
             )
+    names = {label for label in found_labels if isinstance(label, str)}
+    largest = max((int(label) for label in found_labels if isinstance(label, int)), default=-1)
     found = sorted(names) if names else [f"LABEL_{number}" for number in range(largest + 1)]
     if not found or len(found) > _MOST_LABELS or (names and largest >= 0):
         wrong = f"{len(found):,} different labels" if found else "neither strings nor integers from 0"

@@ -1,10 +1,10 @@
-"""Stateful dataloaders whose order does not depend on the number of ranks, and whose state is one integer."""
+"""Stateful dataloaders whose order does not depend on the number of ranks, and whose state is a few integers."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
-from opslot.data.balance import balance_micro_batches
+from opslot.data.balance import balance_micro_batches, document_costs
 from opslot.data.collation import collate, collate_padded, make_sample
 from opslot.data.mixture import MixedDataset
 from opslot.data.packing import PackedDataset
+from opslot.data.step_planning import StepWindow, longest_lookahead, plan_steps
 
 logger = get_logger(__name__)
 
@@ -103,7 +104,8 @@ class SampleLoader(_Loader):
     """Endless micro batches of a `PackedDataset`.
 
     The micro batches that the ranks run at the same time are consecutive samples, so the global batch of a step does
-    not depend on the number of ranks and the micro batch size.
+    not depend on the number of ranks and the micro batch size. With `step_samples`, packed samples of a step whose
+    attention costs about as much run at the same time, since ranks wait for each other.
 
     Args:
         dataset: the samples.
@@ -113,6 +115,7 @@ class SampleLoader(_Loader):
         pin_memory: allocate batches in page-locked memory, for copies to a GPU.
         allow_changes: accept the state of other data, see `DataConfig`.
         collate_fn: samples to a batch; default `collate`, or `collate_padded` without packing.
+        step_samples: samples of an optimizer step over all ranks, at whose ends the state is saved.
     """
 
     def __init__(
@@ -126,9 +129,11 @@ class SampleLoader(_Loader):
         pin_memory: bool = False,
         allow_changes: bool = False,
         collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+        step_samples: int | None = None,
     ) -> None:
         super().__init__(dataset, rank, world_size, num_workers, pin_memory, allow_changes)
         self.micro_batch_size = micro_batch_size
+        self.step_samples = step_samples
         self.collate_fn = collate_fn or _collate_of(dataset)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -158,9 +163,14 @@ class _SampleNumbers:
 
     def __init__(self, loader: SampleLoader) -> None:
         self.dataset = loader.dataset
+        self.rank = loader.rank
         self.size = loader.micro_batch_size
-        self.first = loader.consumed + loader.rank * self.size
         self.stride = self.size * loader.world_size
+        self.step = loader.step_samples or self.stride
+        self.is_balanced = loader.step_samples is not None and loader.world_size > 1 and self.dataset.packing
+        if not self.is_balanced:
+            self.step = self.stride
+        self.first = loader.consumed
         # Before workers are forked, so that they inherit what is known of the previous samples.
         self.dataset.prepare(self.first)
 
@@ -168,23 +178,44 @@ class _SampleNumbers:
         first = self.first
         while True:
             # Workers never tokenize: what their samples need is tokenized before they get the numbers.
-            self.dataset.prepare(first + self.size - 1)
-            yield list(range(first, first + self.size))
-            first += self.stride
+            if self.is_balanced:
+                self.dataset.prepare(first + self.step - 1)
+                yield from self._balanced(first)
+            else:
+                own = range(first + self.rank * self.size, first + (self.rank + 1) * self.size)
+                self.dataset.prepare(own[-1])
+                yield list(own)
+            first += self.step
+
+    def _balanced(self, first: int) -> Iterator[list[int]]:
+        """This rank's sample numbers of each micro batch of a step."""
+        numbers = sorted(
+            range(first, first + self.step), key=lambda number: (-self.dataset.attended_pairs(number), number)
+        )
+        ranks = self.stride // self.size
+        for start in range(0, self.step, self.stride):
+            rows = np.array(numbers[start : start + self.stride]).reshape(self.size, ranks)
+            # Each rank has the most expensive sample of one row and the cheapest one of the next.
+            rows[1::2] = rows[1::2, ::-1]
+            yield sorted(rows[:, self.rank].tolist())
 
 
 class TokenLoader(_Loader):
     """Endless optimizer steps of whole documents; each step is a list of this rank's micro batches.
 
-    A step takes the next documents, in order, up to `step_tokens` tokens, so it does not depend on the number of ranks
-    and the size of micro batches. `balance_micro_batches` distributes them: no padding, at most `max_tokens` tokens in
-    a micro batch, the same number of micro batches on each rank, balanced by estimated FLOPs.
+    `plan_steps` assigns the next documents to several steps of at most `step_tokens` tokens, so that each can be shared
+    evenly (with a dataset that is not shuffled, a step takes the next documents). It does not depend on the number of
+    ranks and the size of micro batches. `balance_micro_batches` distributes a step: no padding, at most `max_tokens`
+    tokens in a micro batch, the same number of micro batches on each rank, balanced by estimated FLOPs.
+
+    The state has the documents that were planned together too, and how many of their steps were taken.
 
     Args:
         dataset: of one document per sample (`packing=False`).
         step_tokens: maximum tokens in an optimizer step, over all ranks.
         max_tokens: maximum tokens in a micro batch of this rank, at least `dataset.max_seq_len`.
         attention_cost: see `balance_micro_batches`.
+        encoder_cost: a document's `MediaDocument.cost` counts so many times.
         rank, world_size, num_workers, pin_memory, allow_changes: as in `SampleLoader`.
         collate_fn: a packed sample to a batch; default `collate`.
 
@@ -199,6 +230,7 @@ class TokenLoader(_Loader):
         max_tokens: int,
         *,
         attention_cost: float = 0.0,
+        encoder_cost: float = 1.0,
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
@@ -210,8 +242,11 @@ class TokenLoader(_Loader):
         self.step_tokens = step_tokens
         self.max_tokens = max_tokens
         self.attention_cost = attention_cost
+        self.encoder_cost = encoder_cost
         self.collate_fn = collate_fn or collate
         self.step_size = 0
+        self._window: StepWindow | None = None
+        self._steps_done = 0
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         loader = DataLoader(
@@ -221,50 +256,155 @@ class TokenLoader(_Loader):
             collate_fn=_identity,
             **self._options(),
         )
-        for count, self.step_size, micro_batches in loader:
-            self.consumed += count
+        for step, micro_batches in loader:
+            self.consumed += step.documents
+            self.step_size = step.tokens
+            self._window, self._steps_done = step.window, step.steps_done
             yield micro_batches
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "data.max_tokens_per_batch": "set"}
 
+    def state_dict(self) -> dict[str, Any]:
+        window = None if self._window is None else {**self._window._asdict(), "steps_done": self._steps_done}
+        return {**super().state_dict(), "window": window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Of a state without a window, each step had the documents that follow those of the last one.
+        window, done = state.get("window"), 0
+        if window is not None:
+            try:
+                done = int(window["steps_done"])
+                window = StepWindow(**{name: value for name, value in window.items() if name != "steps_done"})
+                usable = min(window) >= 0 and window.steps > 0 and window.step_tokens > 0 and done >= 0
+            except (TypeError, ValueError, AttributeError, KeyError):
+                usable = False
+            if not usable:
+                raise DataError(
+                    "the saved dataloader state has no valid window of planned steps",
+                    found=repr(state["window"])[:200],
+                    hint="continue from an earlier checkpoint (train.checkpoint.resume_from)",
+                )
+        super().load_state_dict(state)
+        self._window, self._steps_done = window, done
+
     def steps(self, epochs: float) -> int:
         """Optimizer steps for `epochs` passes over the documents; the last step may exceed them."""
-        first, count, total = 0, 0, max(1, round(self.dataset.samples_per_epoch * epochs))
+        total = max(1, round(self.dataset.samples_per_epoch * epochs))
+        first = count = 0
+        window = None
         while first < total:
-            first += len(self.step_lengths(first))
-            count += 1
+            window = self._next_window(first, window)
+            planned = [sum(map(len, step)) for step in self._plan(window).steps]
+            ends = first + np.cumsum(planned)
+            count += min(len(planned), int(np.searchsorted(ends, total)) + 1)
+            first = int(ends[-1])
         return count
 
-    def step_lengths(self, first: int) -> np.ndarray:
-        """Tokens of each document of the step that starts with sample `first`, int64."""
+    def step_documents(self) -> Iterator[StepDocuments]:
+        """The documents of each step after the consumed ones, without end."""
+        window, done, first = self._window, self._steps_done, self.consumed
+        while True:
+            if window is not None:
+                plan = self._plan(window)
+                for number in range(done, len(plan.steps)):
+                    own = np.concatenate(plan.steps[number])
+                    ends = np.cumsum([len(members) for members in plan.steps[number]])
+                    bins = [part.tolist() for part in np.split(np.arange(len(own)), ends[:-1])]
+                    first += len(own)
+                    yield StepDocuments(
+                        window.first + own, plan.lengths[own], plan.costs[own], bins, window, number + 1
+                    )
+            window, done = self._next_window(first, window), 0
+
+    def _next_window(self, first: int, last: StepWindow | None) -> StepWindow:
+        """The documents that are planned together after those of `last`, which grow so that training starts early."""
+        size, dataset = self.dataset.max_seq_len, self.dataset
+        longest = longest_lookahead(self.step_tokens, size) if dataset.shuffle else 1
+        lookahead = 1 if last is None else min(2 * last.lookahead, longest)
+        steps = lookahead
+        if steps > 1:
+            lengths = self._lengths(first, steps * self.step_tokens)
+            end = dataset.epoch_end(first)
+            if end is not None and end <= first + len(lengths):
+                # What is left of the epoch is in a step of its own, with the beginning of the next one.
+                steps = max(1, int(lengths[: end - first].sum()) // self.step_tokens)
+        return StepWindow(first, steps, lookahead, self.step_tokens, self.attention_cost, self.encoder_cost)
+
+    def _plan(self, window: StepWindow) -> _Plan:
+        size = self.dataset.max_seq_len
+        lengths = self._lengths(window.first, window.steps * window.step_tokens)
+        encoder_costs = self.dataset.costs(window.first, window.first + len(lengths)) * window.encoder_cost
+        costs = document_costs(lengths, window.attention_cost, encoder_costs)
+        return _Plan(lengths, costs, plan_steps(lengths, costs, window, size, self.dataset.seed))
+
+    def _lengths(self, first: int, tokens: int) -> np.ndarray:
+        """Tokens of each of the next documents, up to `tokens` of them, int64; at least one document."""
         lengths: list[np.ndarray] = []
-        tokens = count = 0
-        while tokens <= self.step_tokens:
+        known = count = 0
+        while known <= tokens:
             lengths.append(self.dataset.token_counts(first + count, first + count + _LOOKAHEAD))
-            tokens += int(lengths[-1].sum())
+            known += int(lengths[-1].sum())
             count += _LOOKAHEAD
         ends = np.concatenate(lengths).cumsum()
-        taken = max(1, int(np.searchsorted(ends, self.step_tokens, side="right")))
+        taken = max(1, int(np.searchsorted(ends, tokens, side="right")))
         return np.diff(ends[:taken], prepend=0)
 
 
+class _Plan(NamedTuple):
+    """Documents of a window: tokens, costs, and the indices of each step's, bin by bin."""
+
+    lengths: np.ndarray
+    costs: np.ndarray
+    steps: list[list[list[int]]]
+
+
+class StepDocuments(NamedTuple):
+    """Documents of an optimizer step over all ranks.
+
+    Attributes:
+        numbers: of their samples, int64 [documents].
+        lengths, costs: tokens of each, and its estimated FLOPs in tokens.
+        bins: indices into these, in sets of similar cost.
+        window, steps_done: what has been taken with this step, for the dataloader state.
+    """
+
+    numbers: np.ndarray
+    lengths: np.ndarray
+    costs: np.ndarray
+    bins: list[list[int]]
+    window: StepWindow
+    steps_done: int
+
+
+class _Step(NamedTuple):
+    """Sample numbers of this rank's micro batches, with the documents and tokens of the step over all ranks."""
+
+    own: list[list[int]]
+    documents: int
+    tokens: int
+    window: StepWindow
+    steps_done: int
+
+
 class _StepSharding:
-    """For each step, without end: its samples and tokens over all ranks, and the sample numbers of this rank's micro
-    batches."""
+    """This rank's part of each step, without end."""
 
     def __init__(self, loader: TokenLoader) -> None:
         self.loader = loader
 
-    def __iter__(self) -> Iterator[tuple[int, int, list[list[int]]]]:
-        loader, first = self.loader, self.loader.consumed
-        while True:
-            lengths = loader.step_lengths(first)
-            costs = loader.dataset.costs(first, first + len(lengths))
-            by_rank = balance_micro_batches(lengths, loader.world_size, loader.max_tokens, loader.attention_cost, costs)
-            own = [[first + index for index in indices] for indices in by_rank[loader.rank]]
-            yield len(lengths), int(lengths.sum()), own
-            first += len(lengths)
+    def __iter__(self) -> Iterator[_Step]:
+        loader = self.loader
+        for step in loader.step_documents():
+            by_rank = balance_micro_batches(
+                step.lengths,
+                loader.world_size,
+                loader.max_tokens,
+                other_costs=step.costs - step.lengths,
+                planned=step.bins,
+            )
+            own = [sorted(step.numbers[indices].tolist()) for indices in by_rank[loader.rank]]
+            yield _Step(own, len(step.numbers), int(step.lengths.sum()), step.window, step.steps_done)
 
 
 class _MicroBatches(Dataset):
@@ -281,9 +421,8 @@ class _MicroBatches(Dataset):
         self.dataset = dataset
         self.collate_fn = collate_fn
 
-    def __getitem__(self, step: tuple[int, int, list[list[int]]]) -> tuple[int, int, list[dict[str, Any]]]:
-        count, tokens, own = step
-        return count, tokens, [self._collate(numbers) for numbers in own]
+    def __getitem__(self, step: _Step) -> tuple[_Step, list[dict[str, Any]]]:
+        return step, [self._collate(numbers) for numbers in step.own]
 
     def _collate(self, numbers: list[int]) -> dict[str, Any]:
         documents = [tokens for number in numbers for tokens in self.dataset.tokens(number)]

@@ -106,7 +106,7 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
         MediaError: no frames, a file that does not decode, or no installed package that decodes it.
     """
     value = _value(source)
-    fps = float(source.get("fps") or 0) if isinstance(source, Mapping) else 0.0
+    fps = _rate(source, "fps") or 0.0
     listed = isinstance(value, list) and bool(value) and not isinstance(value[0], list)
     if isinstance(value, np.ndarray) or (isinstance(value, list) and value and not listed):
         pixels = _pixels(value, (4,), "a video")
@@ -124,21 +124,46 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
 def load_audio(source: Any, folder: Path, sampling_rate: int) -> np.ndarray:
     """Mono float32 samples [n] at `sampling_rate`.
 
-    An array is taken as it is, at the `sampling_rate` that its source gives.
+    An array holds floats up to 1 or 16-bit integers, at the `sampling_rate` that its source gives.
 
     Raises:
-        MediaError: no samples, or a file that does not decode.
+        MediaError: no samples, samples that are not numbers, or a file that does not decode.
     """
     value = _value(source)
     if isinstance(value, np.ndarray | list):
-        samples = np.asarray(value, dtype=np.float32)
-        rate = int((source.get("sampling_rate") if isinstance(source, Mapping) else None) or sampling_rate)
+        samples = _samples(value)
+        rate = round(_rate(source, "sampling_rate") or sampling_rate)
     else:
         samples, rate = _decode_audio(_read(value, folder), source)
     if not samples.size:
         raise MediaError(f"the audio {describe(source)} has length zero")
+    if not np.isfinite(samples).all():
+        raise MediaError(f"the audio {describe(source)} has samples that are not finite")
     samples = samples if samples.ndim == 1 else samples.mean(axis=int(np.argmin(samples.shape)))
     return samples if rate == sampling_rate else _resampled(samples, rate, sampling_rate)
+
+
+def _samples(value: Any) -> np.ndarray:
+    """float32 samples of an array."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise MediaError(f"the array of an audio is not rectangular ({error})") from error
+    if array.ndim not in (1, 2) or array.dtype.kind not in "uif":
+        raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not audio")
+    return array.astype(np.float32) / np.float32(1 if array.dtype.kind == "f" else 2**15)
+
+
+def _rate(source: Any, name: str) -> float | None:
+    """Frames or samples per second that a source gives; None where it gives none, or 0."""
+    value = source.get(name) if isinstance(source, Mapping) else None
+    try:
+        rate = float(value or 0)
+    except (TypeError, ValueError):
+        rate = math.nan
+    if not 0 <= rate < math.inf:
+        raise MediaError(f"{name} is not a positive number: {value!r}")
+    return rate or None
 
 
 def describe(source: Any) -> str:
@@ -249,6 +274,8 @@ def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
     if array.ndim > 2 and array.shape[-1] not in (1, 3, 4) and array.shape[-3] in (1, 3, 4):
         array = np.moveaxis(array, -3, -1)
     if array.dtype.kind == "f":
+        if not np.isfinite(array).all():
+            raise MediaError(f"the array of {what} has values that are not finite")
         array = array * 255.0
     array = array.clip(0, 255).astype(np.uint8)
     return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
@@ -299,7 +326,9 @@ def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Vid
     except MediaError:
         raise
     except Exception as error:
-        raise MediaError(f"the video {describe(source)} does not decode ({error})") from error
+        # PyAV's text also has the number of the error and the name of the stream.
+        reason = getattr(error, "strerror", None) or error
+        raise MediaError(f"the video {describe(source)} does not decode ({reason})") from error
 
 
 def _torchcodec() -> Any:
@@ -418,7 +447,9 @@ def _decode_audio(data: bytes, source: Any) -> tuple[np.ndarray, int]:
     try:
         samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
     except Exception as error:
-        raise MediaError(f"the audio {describe(source)} does not decode ({error})") from error
+        # Without the name of the stream that it was read from.
+        reason = getattr(error, "error_string", error)
+        raise MediaError(f"the audio {describe(source)} does not decode ({reason})") from error
     return samples, int(rate)
 
 

@@ -38,6 +38,7 @@ class MixedDataset(Dataset):
         self.names = list(names)
         self.seed = seed
         self.packing = datasets[0].packing
+        self.shuffle = datasets[0].shuffle
         self.max_seq_len = datasets[0].max_seq_len
         self.pad_token_id = datasets[0].pad_token_id
         # Samples of each data set before each block that was drawn, [blocks + 1, datasets].
@@ -48,6 +49,10 @@ class MixedDataset(Dataset):
     def samples_per_epoch(self) -> int:
         """Samples of all data sets; tokenizes all of them."""
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
+
+    def epoch_end(self, number: int) -> int | None:
+        """None, since data sets end at different samples."""
+        return None
 
     def __len__(self) -> int:
         return self.samples_per_epoch
@@ -83,6 +88,11 @@ class MixedDataset(Dataset):
         """See `PackedDataset.costs`."""
         located = [self.locate(number) for number in range(first, stop)]
         return np.array([float(self.datasets[source].costs(index, index + 1)[0]) for source, index in located])
+
+    def attended_pairs(self, number: int) -> int:
+        """See `PackedDataset.attended_pairs`."""
+        source, index = self.locate(number)
+        return self.datasets[source].attended_pairs(index)
 
     def token_counts(self, first: int, stop: int) -> np.ndarray:
         """Tokens of the samples [first, stop), int64; only without packing."""

@@ -22,6 +22,7 @@ from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import SampleError, digest, limit_length, records_of
 from opslot.data.encoder_cost import encoder_cost
+from opslot.data.expanded_text import moved_spans
 from opslot.data.media import (
     KINDS,
     Limits,
@@ -158,11 +159,12 @@ class MultimodalEncoder(ChatEncoder):
             "text": sample.text,
             "media": [list(item) for item in used],
         }
-        inputs, expanded, has_tracks = self._process(description)
+        loaded, has_tracks = self._load(description)
+        inputs, expanded = self._process(description, loaded, has_tracks)
         ids = inputs["input_ids"][0]
         tokens = np.empty(len(ids), LABELED)
         tokens["token"] = ids
-        tokens["label"] = np.where(self._trained(sample, description, ids, expanded), ids, IGNORE_INDEX)
+        tokens["label"] = np.where(self._trained(sample, loaded, ids, expanded), ids, IGNORE_INDEX)
         if self.has_prefix:
             description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
         self._check_placeholders(ids, inputs, used, sample.text)
@@ -174,14 +176,19 @@ class MultimodalEncoder(ChatEncoder):
             return None
         return MediaDocument(kept, to_bytes(description), encoder_cost(self.config, inputs))
 
-    def _trained(self, sample: Rendered, description: dict[str, Any], ids: torch.Tensor, expanded: str) -> np.ndarray:
-        """Whether each of a sample's tokens [S] is trained; `expanded` is its text with all placeholders."""
+    def _trained(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
+        """Whether each of a sample's tokens [S] is trained.
+
+        Args:
+            loaded: its images, videos and audio.
+            expanded: its text with all placeholders.
+        """
         encoded = self.tokenizer(expanded, add_special_tokens=self.plain, return_offsets_mapping=True, verbose=False)
         if encoded["input_ids"] != ids.tolist():
             raise SampleError(f"{type(self.processor).__name__} returns other tokens than its text has")
         spans = sample.spans
         if spans is not None:
-            spans = _moved(sample.text, expanded, spans, self._placeholders(sample.text))
+            spans = moved_spans(sample.text, expanded, spans, self._placeholders(sample.text))
         return trained_tokens(spans, encoded["offset_mapping"])
 
     def _shortened(self, tokens: np.ndarray, placeholder: torch.Tensor, counts: Counter[str]) -> np.ndarray | None:
@@ -208,7 +215,8 @@ class MultimodalEncoder(ChatEncoder):
         description = from_bytes(extra)
         where = description["where"]
         try:
-            inputs, _, has_tracks = self._process(description)
+            loaded, has_tracks = self._load(description)
+            inputs, _ = self._process(description, loaded, has_tracks)
             ids = inputs["input_ids"][0]
             if not torch.equal(ids[: len(tokens)], tokens):
                 raise DataError(
@@ -248,19 +256,20 @@ class MultimodalEncoder(ChatEncoder):
                 "videos by a token"
             ) from error
 
-    def _process(self, description: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str, bool]:
-        """The processor's outputs for a sample, its text with all placeholders, and whether its videos have audio."""
-        media, has_tracks = self._load(description)
+    def _process(
+        self, description: dict[str, Any], loaded: dict[str, list[Any]], has_tracks: bool
+    ) -> tuple[dict[str, torch.Tensor], str]:
+        """The processor's outputs for a sample with its loaded media, and its text with all placeholders."""
         recorder = _Recorder(self.tokenizer)
         self.processor.tokenizer = recorder
         try:
-            outputs = self._call(recorder, description["text"], media, has_tracks)
+            outputs = self._call(recorder, description["text"], loaded, has_tracks)
         except REJECTED as error:
             raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
         finally:
             self.processor.tokenizer = self.tokenizer
         found = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
-        return found, recorder.text, has_tracks
+        return found, recorder.text
 
     def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], has_tracks: bool) -> Any:
         """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
@@ -269,7 +278,8 @@ class MultimodalEncoder(ChatEncoder):
         try:
             return self.processor(text=[text], **options, **_arguments(media), **settings)
         except REJECTED:
-            if any(media.values()) or self._placeholders(text):
+            tokens = (getattr(self.processor, f"{kind}_token", None) for kind in KINDS)
+            if any(media.values()) or any(isinstance(token, str) and token in text for token in tokens):
                 raise
             return tokenizer([text], **options)
 
@@ -438,44 +448,6 @@ def _missing(kind: str) -> str:
     if kind == "video" and importlib.util.find_spec("torchvision") is None:
         return " without torchvision; pip install torchvision"
     return ""
-
-
-def _moved(text: str, expanded: str, spans: list[tuple[int, int]], placeholders: list[str]) -> list[tuple[int, int]]:
-    """`spans` of `text` in `expanded`, where each run of placeholders is replaced.
-
-    Raises:
-        SampleError: the texts differ elsewhere.
-    """
-    kept = [(0, len(text))]
-    for value in placeholders:
-        kept = [piece for start, stop in kept for piece in _split(text, start, stop, value)]
-    moved: list[tuple[int, int, int]] = []
-    position = 0
-    for number, (start, stop) in enumerate(kept):
-        piece = text[start:stop]
-        last = number == len(kept) - 1 and stop == len(text)
-        at = expanded.rfind(piece) if last else expanded.find(piece, position)
-        if at < position or not expanded.startswith(piece, at) or (start == 0 and at):
-            raise SampleError("the processor changes the text besides placeholders, so its labels are unknown")
-        moved.append((start, stop, at))
-        position = at + len(piece)
-    found = []
-    for begin, end in spans:
-        for start, stop, at in moved:
-            low, high = max(begin, start), min(end, stop)
-            if low < high:
-                found.append((low - start + at, high - start + at))
-    return found
-
-
-def _split(text: str, start: int, stop: int, value: str) -> Iterator[tuple[int, int]]:
-    """The parts of [start, stop) between occurrences of `value`, without empty ones."""
-    while (at := text.find(value, start, stop)) >= 0:
-        if at > start:
-            yield start, at
-        start = at + len(value)
-    if start < stop:
-        yield start, stop
 
 
 def _videos_as_images(inputs: dict[str, torch.Tensor], kinds: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -195,6 +195,11 @@ class PackedDataset(Dataset):
             self._samples_per_epoch = epoch.samples[-1]
         return self._samples_per_epoch
 
+    def epoch_end(self, number: int) -> int | None:
+        """The first sample of the epoch after that of sample `number`; None until a sample after it was computed."""
+        size = self._samples_per_epoch
+        return None if size is None else (number // size + 1) * size
+
     def __len__(self) -> int:
         return self.samples_per_epoch
 
@@ -250,6 +255,16 @@ class PackedDataset(Dataset):
             counts.append(np.minimum(buffer.lengths[positions] - before, self.max_seq_len))
             first += len(samples)
         return np.concatenate(counts)
+
+    def attended_pairs(self, number: int) -> int:
+        """Sum of the squared lengths of the documents in sample `number`, to which its attention is proportional."""
+        assert self.packing, "samples are single documents"
+        epoch, buffer_number, index = self._locate(number)
+        buffer = self._buffer(epoch, buffer_number)
+        begin = int(buffer.samples[index - _before(epoch.samples, buffer_number)]) * self.max_seq_len
+        first, last = np.searchsorted(buffer.starts, [begin, begin + self.max_seq_len])
+        ends = [begin, *buffer.starts[first:last].tolist(), min(begin + self.max_seq_len, int(buffer.starts[-1]))]
+        return int((np.diff(ends) ** 2).sum())
 
     def epochs(self, count: int) -> float:
         """Passes over the data after the first `count` samples, by bytes of text; a whole number at the end of each.

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from opslot.data.locations import ByteRange, Location
 from opslot.data.sources import COMPRESSIONS, format_of
@@ -260,7 +260,6 @@ def _read_json_array(
     part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str], malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     """Items of an array, one at a time, without reading the whole file into memory."""
-    decoder = json.JSONDecoder()
     try:
         with io.TextIOWrapper(_open(part.file), encoding="utf-8") as stream:
             buffer = stream.read(_SEARCHED_BYTES).lstrip()[1:]
@@ -270,17 +269,8 @@ def _read_json_array(
                     buffer = more.lstrip().removeprefix(",").lstrip()
                 if buffer.startswith("]"):
                     return
-                while True:
-                    try:
-                        item, end = decoder.raw_decode(buffer)
-                        break
-                    except ValueError:
-                        more = stream.read(max(_SEARCHED_BYTES, len(buffer)))
-                        if not more:
-                            raise
-                        buffer += more
+                item, buffer = _first_item(buffer, stream)
                 where = Location(part.file, "item", number)
-                buffer = buffer[end:]
                 if isinstance(item, dict):
                     yield where, item
                 else:
@@ -289,6 +279,23 @@ def _read_json_array(
         problems.append(f"{part.file}: not a JSON array ({error})")
     except _DAMAGED as error:
         problems.append(f"{part.file}: cannot be decompressed ({error})")
+
+
+def _first_item(text: str, stream: TextIO) -> tuple[Any, str]:
+    """The JSON value at the start of `text` and what follows of the text; the value may end in `stream`.
+
+    Raises:
+        ValueError: the text of the stream does not complete it.
+    """
+    while True:
+        try:
+            item, end = json.JSONDecoder().raw_decode(text)
+            return item, text[end:]
+        except ValueError:
+            more = stream.read(max(_SEARCHED_BYTES, len(text)))
+            if not more:
+                raise
+            text += more
 
 
 def _record_of_line(line: bytes) -> tuple[dict[str, Any], str | None]:

@@ -38,25 +38,29 @@ def find_files(paths: str | Sequence[str], field: str, problems: list[str], form
         problems.append(f"{field} is empty; set it to a text, jsonl or parquet file, or a glob such as corpus/**/*.txt")
         return []
     for name in named:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            found += _saved_dataset(path, field, problems)
-        elif path.exists():
-            problem = _unreadable(path)
-            if problem:
-                problems.append(f"{field}: {problem}")
-            found.append(path)
-        elif glob.has_magic(name):
-            matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
-            if not matches:
-                problems.append(f"{field}: no file matches {name}; searched from {Path.cwd()}")
-            problems += [f"{field}: {problem}" for match in matches if (problem := _forbidden(match))]
-            found += matches
-        else:
-            problems.append(f"{field}: no such file: {name}; {_missing_hint(name)}")
+        found += _files_of(name, field, problems)
     files = _without_links(dict.fromkeys(found))
     problems += [f"{field}: {problem}" for file in files if (problem := _unknown_format(file, format))]
     return files
+
+
+def _files_of(name: str, field: str, problems: list[str]) -> list[Path]:
+    """The files of one path, glob or saved data set."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _saved_dataset(path, field, problems)
+    if path.exists():
+        problem = _unreadable(path)
+        problems += [f"{field}: {problem}"] if problem else []
+        return [path]
+    if not glob.has_magic(name):
+        problems.append(f"{field}: no such file: {name}; {_missing_hint(name)}")
+        return []
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
+    if not matches:
+        problems.append(f"{field}: no file matches {name}; searched from {Path.cwd()}")
+    problems += [f"{field}: {problem}" for match in matches if (problem := _forbidden(match))]
+    return matches
 
 
 def _missing_hint(name: str) -> str:

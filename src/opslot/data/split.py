@@ -23,7 +23,7 @@ def split_documents(corpus: Corpus, fraction: float, seed: int) -> tuple[Documen
         DataError: the corpus is a single document.
     """
     split = _Split(corpus, fraction, seed)
-    return _Kept(corpus, split), _HeldOut(corpus, split)
+    return _Kept(corpus, split), _HeldOut(split)
 
 
 class _Split:
@@ -68,7 +68,7 @@ class _Split:
 
 
 class _HeldOut(Documents):
-    def __init__(self, corpus: Corpus, split: _Split) -> None:
+    def __init__(self, split: _Split) -> None:
         self.shards = split.shards
         self.identity = split.fraction
         self._split = split

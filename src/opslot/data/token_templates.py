@@ -58,10 +58,10 @@ class TokenTemplateEncoder(MultimodalEncoder):
         spans = None if self.train_on == "all" else [(turn, turn + 1) for turn in turns]
         return [Rendered(text, spans, messages)]
 
-    def _trained(self, sample: Rendered, description: dict[str, Any], ids: torch.Tensor, expanded: str) -> np.ndarray:
+    def _trained(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
         trained = np.full(len(ids), sample.spans is None)
-        known = json.loads(description["text"])
-        messages = self._with_media(known["messages"], self._load(description)[0]) if sample.spans else []
+        known = json.loads(sample.text)
+        messages = self._with_media(known["messages"], loaded) if sample.spans else []
         for first, stop in sample.spans or ():
             before, through = (self._tokens(messages[:end], known["tools"]) for end in (first, stop))
             if ids[: len(through)].tolist() != through or through[: len(before)] != before:
@@ -73,18 +73,19 @@ class TokenTemplateEncoder(MultimodalEncoder):
             trained[len(before) : len(through)] = True
         return trained
 
-    def _process(self, description: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str, bool]:
+    def _process(
+        self, description: dict[str, Any], loaded: dict[str, list[Any]], has_tracks: bool
+    ) -> tuple[dict[str, torch.Tensor], str]:
         known = json.loads(description["text"])
-        media, has_tracks = self._load(description)
-        messages = self._with_media(known["messages"], media)
+        messages = self._with_media(known["messages"], loaded)
         asked = next((i for i in reversed(range(len(messages))) if messages[i]["role"] != "assistant"), -1) + 1
         try:
-            outputs = self.processor.apply_chat_template(messages[:asked]) if any(media.values()) else {}
+            outputs = self.processor.apply_chat_template(messages[:asked]) if any(loaded.values()) else {}
         except REJECTED as error:
             raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
         found = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         ids = torch.tensor([self._tokens(messages, known["tools"])])
-        return {**found, "input_ids": ids, "attention_mask": torch.ones_like(ids)}, "", has_tracks
+        return {**found, "input_ids": ids, "attention_mask": torch.ones_like(ids)}, ""
 
     def _tokens(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """Tokens of messages, with that which ends the last turn."""

@@ -176,6 +176,9 @@ class _HostInputs(TorchFunctionMode):
             if len(args) > 1 and isinstance(args[1], Tensor):
                 args[1] = args[1].dtype
             return function(*args, **kwargs) if len(args) > 1 or kwargs else args[0]
+        if function is Tensor.expand_as and _on_host(args[0]):
+            # Of the other tensor it only takes the shape.
+            return args[0].expand(args[1].shape)
         if function in _FACTORIES and kwargs.get("device") is not None:
             return function(*args, **{**kwargs, "device": "cpu"})
         if function is Tensor.masked_scatter and _on_host(args[1]) and not _on_host(args[0]):

@@ -20,6 +20,7 @@ from torch import nn
 
 from opslot._base.errors import ConfigError
 from opslot.models.flop_modules import (
+    PATCHES,
     TOKENS,
     AttentionShape,
     Direction,
@@ -133,7 +134,7 @@ class FlopCounter:
         self, lengths: Sequence[int] | torch.Tensor | int, *, patches: Sequence[int] | torch.Tensor | int = ()
     ) -> FlopCount:
         """See `count_flops`."""
-        sequences = {"": _lengths(lengths, "lengths"), "image": _lengths(patches, "patches")}
+        sequences = {TOKENS: _lengths(lengths, "lengths"), PATCHES: _lengths(patches, "patches")}
         parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for (stream, part), flops in self._per_token.items():
             rows = sum(sequences[stream])
@@ -142,6 +143,22 @@ class FlopCounter:
             _add(parts[_named(stream, "attention")], flops, visible_pairs(sequences[stream], shape))
         return FlopCount(
             {name: Flops(*values) for name, values in parts.items() if any(values)}, self.uncounted, sum(sequences[""])
+        )
+
+    def per_token(self) -> float:
+        """FLOPs of the matmuls of a step for each token of the text."""
+        return sum(flops.total for (stream, _), flops in self._per_token.items() if stream == TOKENS)
+
+    def per_patch(self) -> float:
+        """FLOPs of the matmuls of a step for each patch of an image."""
+        return sum(flops.total for (stream, _), flops in self._per_token.items() if stream == PATCHES)
+
+    def attention(self, length: int) -> float:
+        """FLOPs of attention of a step for a document of `length` tokens."""
+        return sum(
+            flops.total * _document_pairs(length, shape)
+            for (stream, shape), flops in self._per_pair.items()
+            if stream == TOKENS
         )
 
 

@@ -161,7 +161,11 @@ def _load_command(folder: Path, config: Any) -> str | None:
         "ForSequenceClassification": "SEQ_CLS",
         "ForTokenClassification": "TOKEN_CLS",
     }
+    architecture = next(iter(config.architectures or ()), "")
     if (file := folder / "adapter_config.json").is_file():
+        if architecture.endswith("ForConditionalGeneration"):
+            # PEFT has no class that loads one; Transformers' load adapters too.
+            return f'{_multimodal_auto_class(architecture)}.from_pretrained("{folder}")'
         task = json.loads(file.read_text())["task_type"]
         kind = next(f"peft.AutoPeftModel{name}" for name, task_type in kinds.items() if task_type == task)
         if task != "CAUSAL_LM":

@@ -60,11 +60,16 @@ def multimodal_class(config: PreTrainedConfig) -> str:
     """Name of the Transformers class that a config's checkpoint has: with its encoders, for generation.
 
     Raises:
-        ConfigError: Transformers has only language models of this type.
+        ConfigError: Transformers has only language models of this type, or the model is an encoder-decoder.
     """
     import transformers
     from transformers.models.auto import modeling_auto
 
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"task vlm cannot train {config.model_type!r}, an encoder-decoder: its encoder would read the answers",
+            hint="use a vision-language or omni model with a decoder alone, such as qwen3_vl",
+        )
     named = next(iter(config.architectures or ()), None)
     if named is not None and named.endswith("ForConditionalGeneration") and hasattr(transformers, named):
         return str(named)

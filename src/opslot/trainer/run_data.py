@@ -153,7 +153,9 @@ class RunData:
             "allow_changes": config.data.allow_changes,
         }
         if self.max_tokens is None:
-            return SampleLoader(self.train_set, micro_batch_size(config.train), collate_fn=self.collate_fn, **options)
+            step_samples = config.train.global_batch_size
+            size = micro_batch_size(config.train)
+            return SampleLoader(self.train_set, size, collate_fn=self.collate_fn, step_samples=step_samples, **options)
         # A layer of width h takes about 24 h^2 FLOPs per token, and causal attention 2 h for each previous token.
         attention_cost = 1 / (12 * hidden_size) if hidden_size else 0.0
         step_tokens = config.train.global_batch_size * config.data.sample_length

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 _COUNTED_FOR_CURVE = 1 << 30
 
 
+def rounded(cost: float) -> float:
+    """A cost that is the same on all ranks, which plan their steps by it."""
+    return float(f"{cost:.3g}")
+
+
 class TextTrainer(BaseTrainer):
     """Trains a model from `opslot.build_foundation_model` to predict the next token, of texts (task pretrain) or of the
     assistant's turns (task sft)."""
@@ -97,7 +102,15 @@ class TextTrainer(BaseTrainer):
             )
         return built
 
+    def set_costs(self) -> None:
+        """Balance steps by the FLOPs of the model, which are known when it is built."""
+        flops, length = self.meter.flops, self.config.data.sample_length
+        token = flops.per_token()
+        if isinstance(self.batches, TokenLoader) and token:
+            self.batches.attention_cost = rounded(flops.attention(length) / length**2 / token)
+
     def count_steps(self) -> int | None:
+        self.set_costs()
         train = self.config.train
         if train.max_steps is not None:
             return train.max_steps

@@ -6,12 +6,14 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
+from opslot.data import TokenLoader
+from opslot.data.encoder_cost import linear_patch_cost
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.models._modalities import decoder_of, inlined_inputs
 from opslot.models._parts import select
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.processors import multimodal_class
-from opslot.trainer.text import TextTrainer
+from opslot.trainer.text import TextTrainer, rounded
 from opslot.trainer.validate import micro_batch_size
 
 if TYPE_CHECKING:
@@ -56,6 +58,14 @@ class VLMTrainer(TextTrainer):
                 found=f"micro batches of {size} samples",
                 hint="set train.micro_batch_size: 1",
             )
+
+    def set_costs(self) -> None:
+        super().set_costs()
+        flops, estimated = self.meter.flops, linear_patch_cost(self.model_config)
+        token, patch = flops.per_token(), flops.per_patch()
+        if isinstance(self.batches, TokenLoader) and token and patch and estimated:
+            # A frozen encoder has no backward pass.
+            self.batches.encoder_cost = rounded(patch / token / estimated)
 
     def learning_rates(self) -> dict[str, float]:
         lr_of = self.config.train.lr_of or {}

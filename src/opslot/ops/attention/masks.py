@@ -81,6 +81,11 @@ class Layout(NamedTuple):
         """The mask of one document of `length` tokens alone."""
         return self._replace(cu_seqlens=None, longest=None, length=length, keys=None)
 
+    def repeat(self, *sizes: int) -> Tensor:
+        """Called by the pooling of Siglip 2, whose `nn.MultiheadAttention` needs a dense mask [B, 1, 1, S_kv]."""
+        assert self.keys is not None, "a mask of cross attention"
+        return self.keys.real[:, None, None].repeat(*sizes)
+
     def contiguous(self) -> Layout:
         """Called by `generate` on the masks for a static cache."""
         return self

@@ -1,0 +1,47 @@
+"""Where parts of a text are after a processor expanded its placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from opslot.data.encoder import SampleError
+
+
+def moved_spans(
+    text: str, expanded: str, spans: list[tuple[int, int]], placeholders: Sequence[str]
+) -> list[tuple[int, int]]:
+    """`spans` of `text` in `expanded`, where each run of placeholders is replaced.
+
+    Raises:
+        SampleError: the texts differ elsewhere.
+    """
+    kept = [(0, len(text))]
+    for value in placeholders:
+        kept = [piece for start, stop in kept for piece in _split(text, start, stop, value)]
+    moved: list[tuple[int, int, int]] = []
+    position = 0
+    for number, (start, stop) in enumerate(kept):
+        piece = text[start:stop]
+        last = number == len(kept) - 1 and stop == len(text)
+        at = expanded.rfind(piece) if last else expanded.find(piece, position)
+        if at < position or not expanded.startswith(piece, at) or (start == 0 and at):
+            raise SampleError("the processor changes the text besides placeholders, so its labels are unknown")
+        moved.append((start, stop, at))
+        position = at + len(piece)
+    found = []
+    for begin, end in spans:
+        for start, stop, at in moved:
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                found.append((low - start + at, high - start + at))
+    return found
+
+
+def _split(text: str, start: int, stop: int, value: str) -> Iterator[tuple[int, int]]:
+    """The parts of [start, stop) between occurrences of `value`, without empty ones."""
+    while (at := text.find(value, start, stop)) >= 0:
+        if at > start:
+            yield start, at
+        start = at + len(value)
+    if start < stop:
+        yield start, stop
