@@ -219,7 +219,10 @@ def autograd_function(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], module: str
 ) -> Callable[..., Any]:
     """`apply` of an autograd.Function `name` with these methods; `module` is the kernel's, for error messages."""
-    methods = {"forward": staticmethod(variadic(forward)), "backward": staticmethod(once_differentiable(backward, module))}
+    methods = {
+        "forward": staticmethod(variadic(forward)),
+        "backward": staticmethod(once_differentiable(backward, module)),
+    }
     metaclass: Any = type(torch.autograd.Function)
     return metaclass(name, (torch.autograd.Function,), methods).apply
 
