@@ -8,7 +8,7 @@ patch = PatchConfig("transformers.models.deepseek_v4.modeling_deepseek_v4")
 # New tokens take the experts of the first ones, which are spread over all experts.
 patch.override_method(
     "DeepseekV4PreTrainedModel._resize_token_embeddings",
-    '''
+    """
 def _resize_token_embeddings(self, *args, **kwargs):
     embeddings = super()._resize_token_embeddings(*args, **kwargs)
     rows = embeddings.weight.shape[0]
@@ -17,5 +17,5 @@ def _resize_token_embeddings(self, *args, **kwargs):
             table = router.tid2eid
             router.tid2eid = table[torch.arange(rows, device=table.device) % len(table)]
     return embeddings
-''',
+""",
 )
