@@ -260,7 +260,7 @@ def test_triton_is_accurate_with_equal_keys_and_strong_decay():
 
 
 def test_triton_gradient_of_strong_decays_shared_by_heads():
-    """What cancels in the gradient of the decays is many times larger than it, and multiplied by it in that of A_log."""
+    """What cancels in the gradient of the decays is many times larger than that, and A_log multiplies it."""
     found, eager, exact = [], [], []
     generator = torch.Generator().manual_seed(0)
     rate = torch.rand(6, generator=generator) * 16
