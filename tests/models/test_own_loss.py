@@ -12,6 +12,7 @@ from opslot.models._own_loss import (
     call_with_share_of_loss,
     compares_labels_in_place,
     keeps_labels_in_place,
+    why_not_causal,
 )
 from opslot.models._sequence import _require_positions
 from opslot.verify.tiny import tiny_config
@@ -125,3 +126,23 @@ def test_losses_with_labels_in_place(name, arch, expected):
     with torch.device("meta"):
         model = getattr(transformers, name)(tiny_config(arch))
     assert keeps_labels_in_place(model) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "options", "expected"),
+    [
+        ("BertLMHeadModel", "bert", {}, "BertLayer attends to later tokens, since is_decoder is false in its config"),
+        ("BertLMHeadModel", "bert", {"is_decoder": True}, None),
+        ("T5ForConditionalGeneration", "t5", {}, "its encoder reads the tokens that its decoder predicts"),
+        ("BartForCausalLM", "bart", {}, None),
+        ("GPTNeoXForCausalLM", "gpt_neox", {}, None),
+        ("LlamaForCausalLM", "llama", {}, None),
+    ],
+)
+def test_models_that_are_not_causal(name, arch, options, expected):
+    config = tiny_config(arch)
+    for option, value in options.items():
+        setattr(config, option, value)
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config)
+    assert why_not_causal(model) == expected

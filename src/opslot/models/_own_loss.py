@@ -70,6 +70,16 @@ def compares_labels_in_place(model: Any) -> bool:
     return found is not None and not _slices_labels(found)
 
 
+def why_not_causal(model: Any) -> str | None:
+    """Why tokens are not predicted from earlier ones only, where `labels` are the tokens of `input_ids`; else None."""
+    if model.config.is_encoder_decoder:
+        return "its encoder reads the tokens that its decoder predicts"
+    bidirectional = (type(m).__name__ for m in model.modules() if getattr(m, "is_decoder", None) is False)
+    if getattr(model.config, "is_decoder", None) is False and (name := next(bidirectional, None)):
+        return f"{name} attends to later tokens, since is_decoder is false in its config"
+    return None
+
+
 def _has_aligned_outputs(model: Any) -> bool:
     """Whether the output of a token is a prediction of its own label: of a masked language model, or of a decoder whose
     inputs the model shifts."""
