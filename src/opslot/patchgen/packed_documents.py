@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from functools import lru_cache
 
 from opslot.patchgen.config import PatchConfig
@@ -121,11 +122,9 @@ def documents_reach(module: ModuleView, owner: str) -> bool:
 def takes_documents(module: ModuleView, owner: str) -> bool:
     """Whether the instances of a class are called, and each call can pass the boundaries of documents."""
     callers = callers_of(module, owner)
-    texts = [(method, ast.unparse(call)) for method, call in callers]
     # Other edits may copy a call that a method makes several times, such as that of a DropPath.
-    return bool(callers) and all(
-        texts.count(text) == 1 or _takers(module, *c) for text, c in zip(texts, callers, strict=True)
-    )
+    made = Counter((method, ast.unparse(call)) for method, call in callers)
+    return bool(callers) and all(made[m, ast.unparse(call)] == 1 or _takers(module, m, call) for m, call in callers)
 
 
 def _layers_get_keywords(module: ModuleView) -> bool:
@@ -141,11 +140,9 @@ def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> Non
 
     Instances of other classes that are called there get them if they take any keyword argument.
     """
-    by_document = any(
-        isinstance(e, ClassAttribute) and e.attribute == _BY_DOCUMENT for e in patch.edits if e.target == owner
-    )
+    attributes = [e.attribute for e in patch.edits if isinstance(e, ClassAttribute) and e.target == owner]
     for method, call in callers_of(module, owner):
-        if (takers := _takers(module, method, call)) or by_document:
+        if (takers := _takers(module, method, call)) or _BY_DOCUMENT in attributes:
             _pass(module, patch, method, call, takers)
         pass_documents_to(module, patch, method.partition(".")[0])
 
