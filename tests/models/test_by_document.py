@@ -13,9 +13,9 @@ from opslot.models.discovery import discover
 from opslot.models.parallelize import _check_experts, parallel_plan
 from opslot.ops._common.by_document import PerDocument, by_document
 from opslot.patchgen import PatchConfig
-from opslot.patchgen.packed_documents import pass_documents_to
 from opslot.patchgen.engine import generate
 from opslot.patchgen.forms import ModuleView
+from opslot.patchgen.packed_documents import pass_documents_to
 from opslot.patchgen.source import UpstreamModule, installed_release
 from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences, why_by_document
 from opslot.verify import check_architecture

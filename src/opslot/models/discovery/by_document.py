@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from opslot.models.discovery.sequences import decoder_layers, parts_of
 from opslot.patchgen import PatchConfig
-from opslot.patchgen.packed_documents import documents_reach, pass_documents_to, takes_documents
 from opslot.patchgen.forms import ModuleView, names_in
-from opslot.patchgen.packed_documents import callers_of, documents_reach, pass_documents_to
+from opslot.patchgen.packed_documents import documents_reach, pass_documents_to, takes_documents
 from opslot.slots.protocol import BY_DOCUMENT
 
 _DECORATOR = "opslot.ops._common.by_document", "by_document"
