@@ -12,9 +12,12 @@ from opslot.models._by_document import stop_giving_documents
 from opslot.models.discovery import discover
 from opslot.models.parallelize import _check_experts, parallel_plan
 from opslot.ops._common.by_document import PerDocument, by_document
+from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
-from opslot.patchgen.source import installed_release
-from opslot.slots.protocol import keeps_sequences, why_by_document
+from opslot.patchgen.forms import ModuleView
+from opslot.patchgen.packed_documents import pass_documents_to
+from opslot.patchgen.source import UpstreamModule, installed_release
+from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences, why_by_document
 from opslot.verify import check_architecture
 from opslot.verify.isolated import Processes
 from opslot.verify.random_model import packed_batches, random_ids, random_model, train_step, worst_difference
@@ -162,3 +165,31 @@ def test_call_of_a_module_that_takes_no_boundaries_is_unchanged():
     text = generate(discover("sapiens2").patch, installed_release()).text
     assert "self.drop_path(hidden_states)" in text
     assert "_opslot_passed_to(self.drop_path" not in text
+
+
+def test_module_whose_forward_takes_no_keywords_gets_the_boundaries():
+    """In Transformers 5.9, the convolution of LFM2 takes none, and has no slot."""
+    upstream = """
+import torch
+from torch import nn
+
+
+class ToyConv(nn.Module):
+    def forward(self, hidden_states, attention_mask=None):
+        return hidden_states
+
+
+class ToyDecoderLayer(nn.Module):
+    def __init__(self, config):
+        self.conv = ToyConv()
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        return self.conv(hidden_states=hidden_states, attention_mask=attention_mask)
+"""
+    module = ModuleView(UpstreamModule("toy", "5.9.0", upstream))
+    patch = PatchConfig("transformers.models.toy.modeling_toy")
+    pass_documents_to(module, patch, "ToyConv")
+    assert patch.edits == []
+    patch.set_attribute("ToyConv", BY_DOCUMENT, True)
+    pass_documents_to(module, patch, "ToyConv")
+    assert "_opslot_passed_to(self.conv, (), kwargs)" in str(patch.edits[-1])

@@ -58,6 +58,12 @@ scale_and_add = differentiable_op(
     launch=launch,
     launch_backward=launch_backward,
 )
+scale = differentiable_op(
+    "test_scale(Tensor x, float factor) -> Tensor",
+    allocate=lambda x, factor: torch.empty_like(x),
+    launch=lambda out, x, factor: torch.mul(x, factor, out=out),
+    launch_backward=lambda dx, dout, x, factor: torch.mul(dout, factor, out=dx),
+)
 double = differentiable_op(
     "test_double(Tensor x) -> Tensor",
     allocate=torch.empty_like,
@@ -118,6 +124,16 @@ def test_outputs_that_are_kept_for_backward_are_not_returned(compiled):
     torch.testing.assert_close(found, torch.autograd.grad((x * y**3).square().sum(), (x, y)))
     (dy,) = torch.autograd.grad(function(x.detach(), y, 3).sum(), y)
     torch.testing.assert_close(dy, 3 * x.detach() * y.detach() ** 2)
+
+
+def test_compiles_without_gradients():
+    """A forward whose signature has as many parameters as it got arguments, without ctx."""
+    torch._dynamo.reset()
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    for function, arguments in ((scale_and_add, (x, y, 3.0)), (scale, (x, 3.0)), (double, (x,))):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*arguments), function(*arguments))
 
 
 def test_ops_pass_opcheck():

@@ -54,6 +54,14 @@ def test_packing_raises_where_documents_could_see_each_other(train, of, settings
     assert train()[0] == 0
 
 
+def test_model_that_sees_the_labels_raises(train, of):
+    of("bert")
+    code, _, err = train()
+    assert code == 2
+    assert "BertLMHeadModel is not a causal language model, which task pretrain trains" in err
+    assert "found: BertLayer attends to later tokens, since is_decoder is false in its config" in err
+
+
 DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 16,

@@ -11,6 +11,7 @@ from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
 from opslot.cli import main
 from opslot.verify import CHECKS, architecture, check_architecture, media
+from opslot.verify.bisect import bisect
 from opslot.verify.isolated import Processes
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -35,6 +36,18 @@ def test_supported_architecture_passes(arch):
     assert str(found).startswith(f"{arch}: passed\n")
     assert found["eager"].detail == "loss and gradients equal Transformers' bit for bit"
     assert [outcome.name for outcome in found.outcomes] == list(ONE_PROCESS)
+
+
+def test_auto_runs_the_fused_loss_of_larger_vocabularies(monkeypatch):
+    logits = []
+
+    def spy(model, batch):
+        logits.append(model(**batch).logits)
+        return bisect(model, batch)
+
+    monkeypatch.setattr(architecture, "bisect", spy)
+    assert check_architecture("llama", checks=["auto"]).ok
+    assert logits == [None]
 
 
 def test_checks_on_two_processes(processes):

@@ -9,6 +9,7 @@ import textwrap
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING
 
@@ -21,15 +22,28 @@ _LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_fct")
 
 def call_with_share_of_loss(model: Any, inputs: dict[str, Any], num_items_in_batch: int) -> Any:
     """Outputs of a Transformers model, which may be in a wrapper, whose loss is the share of this call in the mean over
-    `num_items_in_batch` labels."""
+    `num_items_in_batch` labels.
+
+    `labels` are aligned with `input_ids`. A causal model whose loss does not shift them gets them shifted.
+    """
     items = max(1, num_items_in_batch)
     labels: Tensor = inputs["labels"]
+    whole = transformers_model(model)
+    own = None
+    if averages_its_own_labels(whole):
+        in_place = compares_labels_in_place(whole)
+        if in_place and not _has_aligned_outputs(whole):
+            labels = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        own = int(((labels if in_place else labels[:, 1:]) != _IGNORED).sum())
+        if not own:
+            # The mean over no labels is NaN, also in gradients.
+            labels = labels.clone()
+            labels[:, -1] = 0
+        inputs = {**inputs, "labels": labels}
     # With a cache, Transformers does not look for packed documents in position_ids.
     outputs = model(**inputs, use_cache=False, num_items_in_batch=torch.full((), items, device=labels.device))
-    if averages_its_own_labels(transformers_model(model)):
-        own = int((labels[:, 1:] != _IGNORED).sum())
-        # The mean over no labels is NaN.
-        outputs.loss = outputs.loss * (own / items) if own else outputs.logits.sum() * 0
+    if own is not None:
+        outputs.loss = outputs.loss * (own / items)
     return outputs
 
 
@@ -38,8 +52,7 @@ def averages_its_own_labels(model: Any) -> bool:
 
     Losses of its micro batches, and of ranks, are then not shares of one mean.
     """
-    classes = (cls for cls in type(model).__mro__ if cls.__name__.endswith(_HEADS) and "forward" in vars(cls))
-    found = next((cls for cls in classes if not cls.__name__.startswith("FSDP")), None)
+    found = _class_with_loss(model)
     return found is not None and _averages(found)
 
 
@@ -49,12 +62,55 @@ def keeps_labels_in_place(model: Any) -> bool:
     return loss is not None and "shift_labels" not in inspect.signature(loss).parameters
 
 
+def compares_labels_in_place(model: Any) -> bool:
+    """Whether a model that `averages_its_own_labels` predicts the label of each token from that token's own output."""
+    found = _class_with_loss(model)
+    if found is not None and "self.loss_function" in _source(found):
+        return keeps_labels_in_place(model)
+    return found is not None and not _slices_labels(found)
+
+
+def why_not_causal(model: Any) -> str | None:
+    """Why tokens are not predicted from earlier ones only, where `labels` are the tokens of `input_ids`; else None."""
+    if model.config.is_encoder_decoder:
+        return "its encoder reads the tokens that its decoder predicts"
+    bidirectional = (type(m).__name__ for m in model.modules() if getattr(m, "is_decoder", None) is False)
+    if getattr(model.config, "is_decoder", None) is False and (name := next(bidirectional, None)):
+        return f"{name} attends to later tokens, since is_decoder is false in its config"
+    return None
+
+
+def _has_aligned_outputs(model: Any) -> bool:
+    """Whether the output of a token is a prediction of its own label: of a masked language model, or of a decoder whose
+    inputs the model shifts."""
+    cls = _class_with_loss(model)
+    return (cls is not None and "MaskedLM" in cls.__name__) or bool(model.config.is_encoder_decoder)
+
+
+def _class_with_loss(model: Any) -> Any:
+    """The class whose forward computes the loss of a language model's head; None where there is none."""
+    classes = (cls for cls in type(model).__mro__ if cls.__name__.endswith(_HEADS) and "forward" in vars(cls))
+    return next((cls for cls in classes if not cls.__name__.startswith("FSDP")), None)
+
+
+@functools.cache
+def _slices_labels(cls: Any) -> bool:
+    sliced = (node.value for node in ast.walk(ast.parse(_source(cls))) if isinstance(node, ast.Subscript))
+    return any(ast.unparse(value) in ("labels", "shift_labels") for value in sliced)
+
+
+@functools.cache
+def _source(cls: Any) -> str:
+    """Source of the forward of a class; "" where there is none."""
+    try:
+        return textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
+    except (OSError, TypeError):
+        return ""
+
+
 @functools.cache
 def _averages(cls: Any) -> bool:
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
-    except (OSError, TypeError):
-        return False
+    source = _source(cls)
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     names = {id(call): ast.unparse(call.func) for call in calls}
     losses = [call for call in calls if names[id(call)] == "self.loss_function"]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from functools import lru_cache
 
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.edits import Anchored
+from opslot.patchgen.edits import Anchored, ClassAttribute
 from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.source import nodes_below
+
+# Set on classes that `by_document` runs, which take the boundaries of documents whatever their forward takes.
+_BY_DOCUMENT = "_opslot_by_document"
 
 _CU_SEQLENS = '''
 def _opslot_cu_seqlens(kwargs):
@@ -115,6 +119,14 @@ def documents_reach(module: ModuleView, owner: str) -> bool:
     return True
 
 
+def takes_documents(module: ModuleView, owner: str) -> bool:
+    """Whether the instances of a class are called, and each call can pass the boundaries of documents."""
+    callers = callers_of(module, owner)
+    # Other edits may copy a call that a method makes several times, such as that of a DropPath.
+    made = Counter((method, ast.unparse(call)) for method, call in callers)
+    return bool(callers) and all(made[m, ast.unparse(call)] == 1 or _takers(module, m, call) for m, call in callers)
+
+
 def _layers_get_keywords(module: ModuleView) -> bool:
     """Whether models pass their keyword arguments to all layers: those that are made by a table of classes."""
     models = [name for name, forward in module.methods() if _is_model(module, forward)]
@@ -128,8 +140,10 @@ def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> Non
 
     Instances of other classes that are called there get them if they take any keyword argument.
     """
+    attributes = [e.attribute for e in patch.edits if isinstance(e, ClassAttribute) and e.target == owner]
     for method, call in callers_of(module, owner):
-        _pass(module, patch, method, call, _takers(module, method, call))
+        if (takers := _takers(module, method, call)) or _BY_DOCUMENT in attributes:
+            _pass(module, patch, method, call, takers)
         pass_documents_to(module, patch, method.partition(".")[0])
 
 
@@ -151,7 +165,7 @@ def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, t
     assert isinstance(definition, ast.FunctionDef)
     text = ast.unparse(call)
     passed_already = any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits)
-    if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already or takers == []:
+    if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already:
         return
     kwargs = definition.args.kwarg.arg
     given = f"_opslot_passed({kwargs})"

@@ -19,6 +19,7 @@ from opslot.checkpoint.save import save_processors
 from opslot.data import SampleLoader, TokenLoader, count_targets, evaluation_batches
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
+from opslot.models._own_loss import why_not_causal
 from opslot.ops.cross_entropy_loss import loss_only
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.base import BaseTrainer, TrainResult
@@ -93,6 +94,12 @@ class TextTrainer(BaseTrainer):
             **self.model_options(),
         )
         data = self.config.data
+        if self.config.task in ("pretrain", "sft") and (reason := why_not_causal(built)):
+            raise ConfigError(
+                f"{type(built).__name__} is not a causal language model, which task {self.config.task} trains",
+                found=reason,
+                hint="use another model; of BERT and its like, a decoder has is_decoder: true in config.json",
+            )
         if data.packing and self.config.task != "classification" and (reason := self.packing_problem(built)):
             also = "" if data.max_tokens_per_batch is None else " and remove data.max_tokens_per_batch"
             raise ConfigError(

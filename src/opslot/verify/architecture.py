@@ -3,7 +3,7 @@
 In float32, with samples of text and, where the model takes them, of images, videos, audio, and all of them, `CHECKS`:
 - eager: with every slot bound to eager, loss and all gradients equal Transformers' bit for bit;
 - auto: with the kernels asked for, loss and all gradients are compared with an fp64 reference (`bisect`), and a failure
-  names the slot and the layer;
+  names the slot and the layer; with `auto`, kernels that it selects at larger sizes only run too;
 - packed: documents packed into one sample give the loss and gradients of the documents alone;
 - frozen: with each part of the model frozen in turn, its parameters get no gradient, and the others that of
   Transformers;
@@ -31,7 +31,7 @@ from opslot.models import apply, build_foundation_model
 from opslot.models._modalities import decoder_of
 from opslot.models._parts import parts_of
 from opslot.models._registry import declared_sub_model
-from opslot.slots import BindingReport, OpsImplementationConfig, format_table
+from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, format_table
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify.bisect import Float64Mode, bisect, in_fp64, loss_and_gradients
 from opslot.verify.isolated import Processes
@@ -231,7 +231,10 @@ class _Run:
 
     def _auto(self) -> tuple[str, str]:
         model = random_model(self.config)
-        apply(model, self.ops)
+        more = _kernels_of_larger_sizes(apply(model, self.ops))
+        if more:
+            config = OpsImplementationConfig.make(self.ops)
+            bind(model, {**config.to_dict(), "overrides": {**config.overrides, **more}})
         detail = "loss and gradients equal the fp64 reference"
         for name, batch in self._batches().items():
             if (worst := self._differs_in_its_dtype(model, batch)) is not None:
@@ -355,6 +358,18 @@ class _Run:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             return loss_and_gradients(model, batch)
+
+
+def _kernels_of_larger_sizes(report: BindingReport) -> dict[str, dict[str, str]]:
+    """By module, kernels that `auto` does not select only because they are not faster at the sizes of a tiny model."""
+    found: dict[str, dict[str, str]] = {}
+    for row in report:
+        usable = [name for name, reason in row.rejected if reason.startswith("usable, but not measured faster")]
+        if row.chosen == "eager" and usable:
+            field = KERNEL_REGISTRY.op(row.op).field_of(row.variant)
+            for path in row.modules or ("",):
+                found.setdefault(path, {})[field] = usable[0]
+    return found
 
 
 def _frozen_parts(model: Any, has_media: bool) -> dict[str, set[str]]:

@@ -8,6 +8,7 @@ slot alone is bound to its kernel, until the smallest part that is still wrong i
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -206,11 +207,16 @@ class _Expected:
 
 
 def loss_and_gradients(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    loss = getattr(model(**batch), "loss", None)
+    # In evaluation mode models make a cache by default, which some update in place (RWKV): no gradients.
+    cached = "use_cache" in inspect.signature(model.forward).parameters
+    loss = getattr(model(**{"use_cache": False, **batch} if cached else batch), "loss", None)
     if loss is None:
         raise ConfigError(f"bisect: {type(model).__name__} returns no loss on this batch", hint="add labels to it")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
+    for module in model.modules():
+        # RecurrentGemma keeps the last state, with its graph, which cannot be copied.
+        vars(module).update({n: x.detach() for n, x in vars(module).items() if isinstance(x, Tensor) and x.grad_fn})
     return {"loss": loss.detach(), **{f"grad {name}": g for name, g in zip(named, grads, strict=True)}}
 
 

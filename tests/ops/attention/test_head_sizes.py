@@ -102,6 +102,14 @@ def test_compiles_with_fullgraph():
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_compiles_without_gradients(count):
+    tensors = [torch.randn(2, 6, 2, 40, device=DEVICE) for _ in range(count)]
+    compiled = torch.compile(resize_heads, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tensors, [64] * count), resize_heads(tensors, [64] * count))
+
+
 def test_second_derivative_raises():
     x = torch.randn(3, 2, 40, device=DEVICE, requires_grad=True)
     out = resize_heads([x], (64,))[0].square().sum()

@@ -259,6 +259,27 @@ def test_triton_is_accurate_with_equal_keys_and_strong_decay():
     assert_like_fp64(given | {"use_qk_l2norm_in_kernel": True}, rtol=5e-5)
 
 
+def test_triton_gradient_of_strong_decays_shared_by_heads():
+    """What cancels in the gradient of the decays is many times larger than that, and A_log multiplies it."""
+    found, eager, exact = [], [], []
+    generator = torch.Generator().manual_seed(0)
+    rate = torch.rand(6, generator=generator) * 16
+    given = inputs(40, k_heads=2, heads=6, width=24, v_width=40, dtype=torch.float32)
+    g = -rate * torch.nn.functional.softplus(torch.randn(1, 40, 6, generator=generator))
+    given = {name: x.detach() for name, x in given.items() if isinstance(x, torch.Tensor)} | {"g": g}
+    for errors, kernel, own in (
+        (found, load_triton(g), given),
+        (eager, op.reference, given),
+        (exact, op.reference, to_float64(given)),
+    ):
+        decays = own["g"].detach().requires_grad_()
+        out = kernel(**(own | {"g": decays}), use_qk_l2norm_in_kernel=True)[0]
+        (gradient,) = torch.autograd.grad(out.square().sum(), decays)
+        errors.append((gradient * decays.detach()).sum(1).double())
+    error, eager_error = (torch.linalg.norm(x[0] - exact[0]).item() for x in (found, eager))
+    assert error < eager_error
+
+
 def test_triton_is_accurate_with_strong_decays_of_channels():
     """exp(-G) of a chunk overflows; some channels do not decay at all, and keys are nearly equal."""
     given = inputs(70, k_heads=1, heads=2, channels=(16,), dtype=torch.float32)

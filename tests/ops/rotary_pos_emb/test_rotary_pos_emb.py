@@ -309,6 +309,8 @@ def test_compiles_with_fullgraph(variant, name):
     found = torch.autograd.grad([o.square().sum() for o in compiled(q, k, cos, sin)], (q, k))
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(q, k, cos, sin), kernel(q, k, cos, sin))
 
 
 def test_opcheck():

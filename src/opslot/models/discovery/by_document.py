@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from opslot.models.discovery.sequences import decoder_layers, parts_of
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView, names_in
-from opslot.patchgen.packed_documents import callers_of, documents_reach, pass_documents_to
+from opslot.patchgen.packed_documents import documents_reach, pass_documents_to, takes_documents
 from opslot.slots.protocol import BY_DOCUMENT
 
 _DECORATOR = "opslot.ops._common.by_document", "by_document"
@@ -25,7 +25,7 @@ def run_by_document(module: ModuleView, patch: PatchConfig, keeping: Iterable[st
     alone = bool(owners) and not any("ALL_ATTENTION_FUNCTIONS" in module.text(name) for name in module.classes)
     for owner in owners:
         definer = _definer(module, owner)
-        if definer is None or not callers_of(module, owner) or not documents_reach(module, owner):
+        if definer is None or not takes_documents(module, owner) or not documents_reach(module, owner):
             alone = False
             continue
         patch.decorate(f"{definer}.forward", *_DECORATOR)

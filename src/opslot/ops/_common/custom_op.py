@@ -7,6 +7,7 @@ calls the Python function directly, because the dispatcher's overhead is signifi
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -218,9 +219,22 @@ def autograd_function(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], module: str
 ) -> Callable[..., Any]:
     """`apply` of an autograd.Function `name` with these methods; `module` is the kernel's, for error messages."""
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward, module))}
+    methods = {
+        "forward": staticmethod(variadic(forward)),
+        "backward": staticmethod(once_differentiable(backward, module)),
+    }
     metaclass: Any = type(torch.autograd.Function)
     return metaclass(name, (torch.autograd.Function,), methods).apply
+
+
+def variadic(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the `forward(ctx, *args)` of an autograd.Function, so that torch.compile passes it `ctx`.
+
+    Where no gradient is needed, torch.compile calls forward without `ctx` if its signature has as many parameters as
+    `apply` got arguments, which a forward with `*args` may have by chance.
+    """
+    forward.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
+    return forward
 
 
 def once_differentiable(backward: Callable[..., Any], module: str = "") -> Callable[..., Any]:

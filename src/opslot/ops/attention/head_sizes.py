@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opslot._base.device import triton_interpreted
-from opslot.ops._common.custom_op import custom_op, once_differentiable
+from opslot.ops._common.custom_op import custom_op, once_differentiable, variadic
 from opslot.slots.spec import TRITON
 
 
@@ -31,6 +31,7 @@ def resize_heads(tensors: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tens
 
 class _Resize(torch.autograd.Function):
     @staticmethod
+    @variadic
     def forward(ctx: Any, widths: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.widths = [x.shape[-1] for x in tensors]
         ctx.set_materialize_grads(False)

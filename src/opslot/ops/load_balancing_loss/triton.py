@@ -23,7 +23,7 @@ from opslot._base.device import triton_interpreted
 from opslot._base.host_values import device_copy
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import custom_op, once_differentiable
+from opslot.ops._common.custom_op import custom_op, once_differentiable, variadic
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
 
@@ -247,6 +247,7 @@ class _LoadBalancingLoss(torch.autograd.Function):
     """Not a `differentiable_op`: autograd needs the tensors of a list as separate arguments."""
 
     @staticmethod
+    @variadic
     def forward(ctx: Any, weights: Tensor | None, top_k: int, *layers: Tensor) -> Tensor:
         loss, coefficients = _forward_op(layers, weights, top_k)
         ctx.save_for_backward(coefficients, weights, *layers)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import once_differentiable
+from opslot.ops._common.custom_op import once_differentiable, variadic
 
 _LABEL = "rotary_pos_emb_implementation='torch_fused'"
 
@@ -36,6 +36,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
+    @variadic
     def forward(ctx: Any, cos: Tensor, sin: Tensor, keep_dtype: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)

@@ -223,6 +223,9 @@ def gradients_kernel(
     length = tl.load(length_ptr + chunk)
     if length > 0:
         dtype: tl.constexpr = k_ptr.dtype.element_ty
+        # In float32, what cancels in the gradient of the decays is left out, which takes registers: gradients of other
+        # heads, and the pair of a token with itself.
+        EXACT: tl.constexpr = dtype == tl.float32
         i = tl.arange(0, CHUNK)
         row = tl.arange(0, BK)
         dq = tl.zeros((CHUNK, BK), dtype=tl.float32)
@@ -236,6 +239,10 @@ def gradients_kernel(
         for member in tl.range(0, GROUP, num_stages=1):
             head = key_head * GROUP + member
             index = chunk * HEADS + head
+            if EXACT:
+                others_dq, others_dk, others_q_dots, others_k_dots = dq, dk, q_dots, k_dots
+                dq, dk = tl.zeros_like(dq), tl.zeros_like(dk)
+                q_dots, k_dots = tl.zeros_like(q_dots), tl.zeros_like(k_dots)
             scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK)
             cumulated = tl.load(scales + CUMULATED * CHUNK + i)
             last = tl.load(scales + CUMULATED * CHUNK + CHUNK - 1)
@@ -264,7 +271,11 @@ def gradients_kernel(
                 faded += state.to(tl.float32) * dstate.to(tl.float32)
             before = decay(cumulated, cumulated, i[:, None] >= i[None, :])
             before *= k_rate[None, :]
-            store_plane(dwithin_ptr, dwithin * before * (q_factor * scale)[:, None], index, i, i, CHUNK, CHUNK)
+            dwithin *= before * (q_factor * scale)[:, None]
+            if EXACT:
+                own = tl.sum(tl.where(i[:, None] == i[None, :], dwithin, 0.0), 1)
+                dwithin = tl.where(i[:, None] == i[None, :], 0.0, dwithin)
+            store_plane(dwithin_ptr, dwithin, index, i, i, CHUNK, CHUNK)
             before = tl.where(i[:, None] > i[None, :], before, 0.0)
             store_plane(dsystem_ptr, -dsystem * before * k_factor[:, None], index, i, i, CHUNK, CHUNK)
             written *= (k_rate * tl.exp(last - cumulated))[:, None]
@@ -297,6 +308,13 @@ def gradients_kernel(
             dk += written_within * rate_power[:, None]
             k_dots += k_added + written_added
             dcumulated = q_added + k_added - written_added + tl.where(i == CHUNK - 1, of_state, 0.0)
+            if EXACT:
+                own_dots = own * tl.sum(q * k, 1)
+                drate += own_dots / rate_factor
+                dq += own[:, None] * written_k + others_dq
+                dk += (own * rate_power)[:, None] * q + others_dk
+                q_dots += own_dots * rate_power + others_q_dots
+                k_dots += own_dots * rate_power + others_k_dots
             # A token's own log decay is part of its own and all later sums of the chunk.
             dg = tl.sum(tl.where(i[:, None] >= i[None, :], dcumulated[:, None], 0.0), 0)
             offset = (start + i).to(tl.int64) * HEADS + head

@@ -1,0 +1,21 @@
+"""DeepSeek-V4: resizing the vocabulary resizes the tables of experts by token id too."""
+
+from __future__ import annotations
+
+from opslot.patchgen import PatchConfig
+
+patch = PatchConfig("transformers.models.deepseek_v4.modeling_deepseek_v4")
+# New tokens take the experts of the first ones, which are spread over all experts.
+patch.override_method(
+    "DeepseekV4PreTrainedModel._resize_token_embeddings",
+    """
+def _resize_token_embeddings(self, *args, **kwargs):
+    embeddings = super()._resize_token_embeddings(*args, **kwargs)
+    rows = embeddings.weight.shape[0]
+    for router in self.modules():
+        if isinstance(router, DeepseekV4HashRouter) and len(router.tid2eid) != rows:
+            table = router.tid2eid
+            router.tid2eid = table[torch.arange(rows, device=table.device) % len(table)]
+    return embeddings
+""",
+)
