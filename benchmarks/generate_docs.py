@@ -36,6 +36,7 @@ BENCH, MEMORY, LORA = "bench_h200.json", "memory_h200.json", "lora_h200.json"
 PARALLEL = ("parallel_h200x4.json", "parallel_h200x2.json")
 CPU = ("cpu_epyc.json", "cpu_demo_step_epyc.json", "loading_epyc.json")
 GEMM = "gemm_h200.json"
+BALANCE = "balance_xeon.json"
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/architectures.md", "docs/fine_tuning.md", "docs/multimodal.md")
 # Written by check_architectures.py.
 ARCHITECTURES = ROOT / "benchmarks" / "architectures.json"
@@ -354,6 +355,18 @@ def values(*names: str) -> str:
     return _table(["", "measured", "goal"], lines)
 
 
+def balance() -> str:
+    """How long ranks wait for each other, by mix of data, model and ranks."""
+    waits: dict[tuple[str, str, str], list[str]] = {}
+    for value in load(BALANCE).values:
+        case, _, _ = value.name.partition(": ")
+        mix, model, ranks, _ = case.split(", ")
+        waits.setdefault((mix, model, ranks), []).append(f"{100 * value.value:.2f} %")
+    # The values of a case are with steps planned together, and without.
+    lines = [[*case, *[f"{a} ({b})" for a, b in zip(cells[::2], cells[1::2])]] for case, cells in waits.items()]
+    return _table(["data", "model", "", *[f"{n} micro batches" for n in (1, 4, 8)]], lines)
+
+
 def architectures() -> str:
     """What opslot makes of each supported architecture, from patchgen.lock, the kit's outcome and measured steps."""
     lock = Lock.load(ROOT / "patchgen.lock")
@@ -485,6 +498,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ops": ops,
     "gemm": lambda: values(GEMM),
     "cpu": lambda: values(*CPU),
+    "balance": balance,
     "runs": runs,
 }
 _BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
