@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo demo-sft demo-vlm demo-omni test test-all test-architectures lint constraints bench-cpu clean
+.PHONY: demo demo-sft demo-vlm demo-omni test test-all test-architectures test-releases lint constraints bench-cpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo
@@ -44,6 +44,16 @@ test-all: $(VENV)/ready-dev
 test-architectures: $(VENV)/ready-dev
 	$(BIN)/python benchmarks/check_architectures.py
 	$(BIN)/python benchmarks/generate_docs.py
+
+# The same for older releases of Transformers, without writing anything.
+RELEASES ?= 5.9.0 5.17.0
+
+test-releases: $(VENV)/ready-dev
+	for release in $(RELEASES); do \
+		folder=$(VENV)/transformers-$$release; \
+		[ -d $$folder ] || $(BIN)/python -m pip install --quiet --target $$folder transformers==$$release || exit 1; \
+		PYTHONPATH=$$folder $(BIN)/python benchmarks/check_architectures.py --print-only || exit 1; \
+	done
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .
