@@ -106,7 +106,7 @@ class DeltaRules:
             for condition in _REPEATS:
                 if module.count(method, condition) == 1:
                     # A single token of a cached sequence goes to Transformers' recurrent form, which reads no groups.
-                    repeats = f"$match and ({bound} is None or query.shape[1] == 1)"
+                    repeats = f"$match and ({bound} is None or {arguments['query']}.shape[1] == 1)"
                     patch.replace(method, condition, repeats)
             add_helpers(patch, _BY_DOCUMENT)
             patch.depends_on(module.upstream.name, self.function, "l2norm")
