@@ -1,10 +1,13 @@
 """A user's own loop with packed images: equals each document alone."""
 
 import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import opslot
 from opslot.data.rope_positions import RopePositions
-from opslot.models._modalities import keep_documents_from_towers
+from opslot.models._modalities import features_of, keep_documents_from_towers
 from opslot.verify.media import media_samples, packed_samples
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -33,3 +36,41 @@ def test_restore_removes_hooks_of_towers():
     assert sum(len(module._forward_pre_hooks) for module in model.modules()) > sum(hooks)
     opslot.restore(model)
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+
+
+class _Features(nn.Module):
+    """A model whose head is beside its encoder, as that of Qwen2.5-Omni in Transformers 5.9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.language_model, self.lm_head = _Encoder(), _Encoder(), nn.Linear(4, 8)
+
+    def get_decoder(self) -> nn.Module:
+        return self.language_model
+
+    def get_image_features(self, pixel_values, **kwargs):
+        return self.encoder(pixel_values, **kwargs)
+
+    def forward(self, pixel_values, **kwargs):
+        return self.lm_head(self.language_model(self.get_image_features(pixel_values, **kwargs), **kwargs))
+
+
+class _Encoder(nn.Module):
+    def forward(self, x, **kwargs):
+        return x
+
+
+def test_output_head_beside_encoders_has_no_hooks():
+    """The fused loss does not run where it has."""
+    model = _Features()
+    keep_documents_from_towers(model)
+    assert [len(child._forward_pre_hooks) for child in model.children()] == [1, 0, 0]
+
+
+def test_features_that_are_an_attribute_of_the_outputs():
+    """As those of Pixtral's encoder up to Transformers 5.17: without them its projector got no gradient on a rank."""
+    outputs = BaseModelOutput(last_hidden_state=torch.zeros(1), hidden_states=(torch.zeros(1),))
+    outputs.pooler_output = torch.ones(2)
+    assert features_of(outputs) == {"pooler_output": outputs.pooler_output}
+    del outputs.pooler_output
+    assert features_of(outputs) == {"last_hidden_state": outputs.last_hidden_state}

@@ -23,7 +23,7 @@ from opslot.models._by_document import remove_forward_pre_hooks
 from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers, transformers_model
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
-from opslot.models._shared_images import INTERNAL_STATES, share_images
+from opslot.models._shared_images import INTERNAL_STATES, pooled_features, share_images
 
 # Methods that compute features of a modality.
 _INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
@@ -157,8 +157,14 @@ def keep_documents_from_towers(model: nn.Module) -> None:
     decoder = holder.get_decoder()
     for child in holder.children():
         known = _without_documents in child._forward_pre_hooks.values()
-        if not known and all(module is not decoder for module in child.modules()):
+        if not known and _takes_documents(child) and all(module is not decoder for module in child.modules()):
             child.register_forward_pre_hook(_without_documents, with_kwargs=True)
+
+
+def _takes_documents(module: nn.Module) -> bool:
+    """An output head does not, and the fused loss needs one without hooks."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name in _DOCUMENTS for p in parameters)
 
 
 def stop_keeping_documents_from_towers(model: nn.Module) -> None:
@@ -263,7 +269,10 @@ def features_of(outputs: Any) -> Any:
     if not isinstance(outputs, Mapping):
         return outputs
     read = {name: value for name, value in outputs.items() if name not in INTERNAL_STATES and value is not None}
-    return read if "pooler_output" in read else {**read, "last_hidden_state": outputs["last_hidden_state"]}
+    pooled = pooled_features(outputs)
+    if pooled is not None:
+        return {**read, "pooler_output": pooled}
+    return {**read, "last_hidden_state": outputs["last_hidden_state"]}
 
 
 def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any] | None] | None:

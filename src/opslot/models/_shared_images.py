@@ -23,6 +23,14 @@ INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")
 _IMAGE_DIMS = 4
 
 
+def pooled_features(outputs: Any) -> Any:
+    """The `pooler_output` of a model output, or None.
+
+    It may be an attribute that the class has no field for, as that of Pixtral's encoder up to Transformers 5.17.
+    """
+    return getattr(outputs, "pooler_output", None)
+
+
 @dataclass(frozen=True)
 class _Images:
     """The inputs of a method that computes features.
@@ -128,10 +136,14 @@ class _Gathering:
         """The method's outputs with the features of all images, and without the states that only this rank has."""
         if not isinstance(outputs, Mapping):
             return self._of_images(outputs)
-        main = next(name for name in ("pooler_output", "last_hidden_state") if outputs.get(name) is not None)
         found: Any = outputs
+        pooled = pooled_features(outputs)
+        if pooled is not None:
+            found.pooler_output = self._of_images(pooled)
         for name, value in list(outputs.items()):
-            if name == main:
+            if name == "pooler_output":
+                continue
+            if name == "last_hidden_state" and pooled is None:
                 found[name] = self._of_images(value)
             elif name in INTERNAL_STATES:
                 found[name] = None
