@@ -47,8 +47,15 @@ test-architectures: $(VENV)/ready-dev
 
 # The same for older releases of Transformers, without writing anything.
 RELEASES ?= 5.9.0 5.17.0
+# That of torch 2.11.
+TRITON_RELEASES ?= 3.6.0
 
 test-releases: $(VENV)/ready-dev
+	for release in $(TRITON_RELEASES); do \
+		folder=$(VENV)/triton-$$release; \
+		[ -d $$folder ] || $(BIN)/python -m pip install --quiet --no-deps --target $$folder triton==$$release || exit 1; \
+		PYTHONPATH=$$folder $(BIN)/python -m pytest -q -m slow tests/ops/test_compile_for_gpus.py || exit 1; \
+	done
 	for release in $(RELEASES); do \
 		folder=$(VENV)/transformers-$$release; \
 		[ -d $$folder ] || $(BIN)/python -m pip install --quiet --target $$folder transformers==$$release || exit 1; \

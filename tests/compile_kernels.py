@@ -1,6 +1,7 @@
 """Compile the Triton kernels of an op for NVIDIA GPUs, on a machine without one.
 
     python -m tests.compile_kernels OP [SIZE=VALUE ...]
+    python -m tests.compile_kernels resize_heads
 
 For each GPU, kernels run with its tiles, forward and backward, and their launches compile instead of running: the first
 input case of each variant, and those for benchmarks, whose tensors are on the meta device and take no memory (where
@@ -165,6 +166,23 @@ def run(kernel: Any, variant: Any, arguments: dict[str, Any]) -> None:
     torch.autograd.grad(roots, leaves, [torch.zeros_like(x) for x in roots], allow_unused=True)
 
 
+def compile_resize_heads() -> Compiler:
+    """The copy kernel of several ops, for as many tensors as a launch may have, padded and cut."""
+    compiler = Compiler()
+    prepare(compiler)
+    from opslot.ops._common.kernels.heads import MOST, resize_heads
+
+    for compiler.capability in SHARED_MEMORY:
+        for count in range(1, MOST.value + 1):
+            for width, new_width in ((72, 96), (96, 72)):
+                sources, targets = (
+                    [torch.empty(2, 64, 4, size, dtype=torch.bfloat16, device="meta") for _ in range(count)]
+                    for size in (width, new_width)
+                )
+                resize_heads(sources, targets)
+    return compiler
+
+
 def compile_op(name: str, sizes: Mapping[str, int]) -> Compiler:
     compiler = Compiler()
     prepare(compiler)
@@ -189,7 +207,8 @@ def compile_op(name: str, sizes: Mapping[str, int]) -> Compiler:
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     sizes = (argument.split("=") for argument in sys.argv[2:])
-    found = compile_op(sys.argv[1], {size: int(value) for size, value in sizes})
+    name = sys.argv[1]
+    found = compile_resize_heads() if name == "resize_heads" else compile_op(name, {s: int(v) for s, v in sizes})
     print(*dict.fromkeys(found.failures), sep="\n")
     print(f"{len(found.forms)} kernels")
     sys.exit(bool(found.failures))

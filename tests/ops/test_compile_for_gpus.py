@@ -18,6 +18,7 @@ OPS = (
     "load_balancing_loss",
     "mamba_chunk_scan",
     "moe_experts",
+    "resize_heads",
     "rms_norm",
     "rotary_pos_emb",
     "swiglu_mlp",

@@ -59,7 +59,7 @@ def _copy_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The second coordinate of a program selects the tensor; HEADS is 0 for one that is not given.
+    """The second coordinate of a program selects the tensor.
 
     A target has TOTAL heads from one token to the next, or with 0 its own.
     """
@@ -71,18 +71,18 @@ def _copy_kernel(
     head_strides = (head_stride_0, head_stride_1, head_stride_2)
     all_heads, copied = (HEADS_0, HEADS_1, HEADS_2), (COPIED_0, COPIED_1, COPIED_2)
     new_widths = (NEW_WIDTH_0, NEW_WIDTH_1, NEW_WIDTH_2)
+    # All branches are compiled: Triton 3.6 has no constants in tuples.
     for i in tl.static_range(MOST):
-        heads, width = all_heads[i], new_widths[i]
-        if heads > 0:  # noqa: SIM102 (a constant, so the branch is not compiled)
-            if tl.program_id(1) == i:
-                token, head = row // heads, row % heads
-                batch, position = token // batch_tokens, token % batch_tokens
-                start = batch * batch_strides[i] + position * token_strides[i] + head * head_strides[i]
-                inside = (token < tokens)[:, None]
-                source = sources[i] + (start * UNIT)[:, None] + column
-                x = tl.load(source, mask=inside & (column < copied[i]), other=0.0)
-                target = targets[i] + ((token * (TOTAL if TOTAL > 0 else heads) + head) * width)[:, None] + column
-                tl.store(target, x, mask=inside & (column < width))
+        if tl.program_id(1) == i:
+            heads, width = all_heads[i], new_widths[i]
+            token, head = row // heads, row % heads
+            batch, position = token // batch_tokens, token % batch_tokens
+            start = batch * batch_strides[i] + position * token_strides[i] + head * head_strides[i]
+            inside = (token < tokens)[:, None]
+            source = sources[i] + (start * UNIT)[:, None] + column
+            x = tl.load(source, mask=inside & (column < copied[i]), other=0.0)
+            target = targets[i] + ((token * (TOTAL if TOTAL > 0 else heads) + head) * width)[:, None] + column
+            tl.store(target, x, mask=inside & (column < width))
 
 
 _launch = KernelLauncher(_copy_kernel)
@@ -98,6 +98,7 @@ def _arguments(
     columns = triton.next_power_of_2(max(widths))
     rows = max(1, _TILE // columns)
     blocks = max(cdiv(batch * batch_tokens * shape[2], rows) for shape in shapes)
+    # In place of absent tensors, which no program selects.
     absent = MOST.value - len(shapes)
     scalars = [stride // unit for each in strides for stride in each[:3]] + [0] * (3 * absent)
     sizes = [
@@ -106,7 +107,7 @@ def _arguments(
     return (
         (blocks, len(shapes), 1),
         (*scalars, batch_tokens, batch * batch_tokens),
-        (*sizes, *[0] * (3 * absent), total, unit, rows, columns),
+        (*sizes, *[1] * (3 * absent), total, unit, rows, columns),
     )
 
 
@@ -117,8 +118,9 @@ def _copy_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], total: int
         tuple([x.shape[3] for x in targets]),
         total,
     )
-    pointers: list[Tensor | None] = [x for pair in zip(sources, targets, strict=True) for x in pair]
-    pointers += [None] * (2 * MOST.value - len(pointers))
+    pointers = [x for pair in zip(sources, targets, strict=True) for x in pair]
+    # Absent tensors are not read.
+    pointers += pointers[:2] * (MOST.value - len(sources))
     _launch(grid, tuple(pointers), (), scalars, constants, 4)
 
 
