@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Anchored, ClassAttribute
-from opslot.patchgen.forms import ModuleView
+from opslot.patchgen.forms import ModuleView, names_in
 from opslot.patchgen.source import nodes_below
 
 # Set on classes that `by_document` runs, which take the boundaries of documents whatever their forward takes.
@@ -80,11 +80,25 @@ def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
         constructor, forward = (module.upstream.find(f"{name}.{method}") for method in ("__init__", "forward"))
         if constructor is None or forward is None:
             continue
+        lists = _lists_of(module, constructor, owner)
         for node in nodes_below(constructor):
-            if isinstance(node, ast.Assign) and _makes(module, node.value, owner):
+            if isinstance(node, ast.Assign) and (_makes(module, node.value, owner) or lists & names_in(node.value)):
                 called = _names_of(forward, ast.unparse(node.targets[0]))
                 found += [(f"{name}.forward", call) for call in _calls_of(forward, called)]
     return found
+
+
+def _lists_of(module: ModuleView, constructor: ast.AST, owner: str) -> set[str]:
+    """The local lists to which a constructor appends instances of a class."""
+    return {
+        node.func.value.id
+        for node in nodes_below(constructor)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "append"
+        and isinstance(node.func.value, ast.Name)
+        and any(_makes(module, argument, owner) for argument in node.args)
+    }
 
 
 def _makes(module: ModuleView, value: ast.expr, owner: str) -> bool:

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
+
 from opslot._base.errors import ConfigError
+from opslot.patchgen.releases import version_key
 from opslot.verify.random_model import has_language_model
 from opslot.verify.tiny_sizes import (
     HEADS,
@@ -19,6 +22,7 @@ from opslot.verify.tiny_sizes import (
     MROPE,
     NEEDED,
     NOPE,
+    ONE_CHUNK_BEFORE_5_15,
     OVERRIDES,
     ROPE,
     SIZES,
@@ -141,6 +145,8 @@ def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool) -> 
     values |= _rotary_sections(given, values)
     values |= {name: _inner_layers(given[name]) for name in given if name.startswith("vision_feature_layer")}
     overrides = OVERRIDES.get(default.model_type, {})
+    if version_key(transformers.__version__) < (5, 15):
+        overrides = {**overrides, **ONE_CHUNK_BEFORE_5_15.get(default.model_type, {})}
     if given.get("is_encoder_decoder"):
         # Not a field of each config class, although the loss needs it.
         overrides = {"decoder_start_token_id": SIZES["bos_token_id"], **overrides}

@@ -176,3 +176,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": HEADS},
 }
+
+# Transformers before 5.15 adds the states of these models' chunks along the wrong dim: its scan is right in one chunk.
+ONE_CHUNK_BEFORE_5_15 = {"nemotron_h": {"chunk_size": 64}, "zamba2": {"chunk_size": 64}}

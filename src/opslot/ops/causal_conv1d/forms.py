@@ -29,6 +29,13 @@ if self.causal_conv1d_fn is not None:
 else:
     mixed_qkv = F.silu(self.conv1d(mixed_qkv)[:, :, : mixed_qkv.shape[-1]])
 """
+# Before 5.15, in a method for machines without mamba_ssm: pattern, and what the slot's result needs.
+_OWN = {
+    "self.act(self.conv1d($x)[..., :$n].transpose(1, 2))": ".transpose(1, 2)",
+    "self.act(self.conv1d($x)[..., :$n])": "",
+}
+_OWN_METHOD = "torch_forward"
+_FAST = "is_fast_path_available"
 _SLOT = Slot(OP)
 # Functions of mamba_ssm that also convolve, called in training where that package is installed.
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined")
@@ -61,6 +68,11 @@ class Convolutions:
             if module.count(method, _OPTIONAL) == 1:
                 matched.add(owner)
                 yield Match(owner, OP, _SLOT.variant, partial(_write_optional, method))
+        for owner, method in module.methods(_OWN_METHOD):
+            pattern = next((pattern for pattern in _OWN if module.count(method, pattern) == 1), None)
+            if pattern is not None and module.count(f"{owner}.forward", _FAST) == 1:
+                matched.add(owner)
+                yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, pattern))
         reason = "calls {function} in another way than the reviewed forms"
         for skip in skip_callers(module, OP, f"(torch_)?causal_conv1d(_fn|_update)?|{_FUNCTION}", reason):
             if skip.symbol not in matched:
@@ -94,6 +106,16 @@ def _write_optional(method: str, patch: PatchConfig) -> None:
     original = "lambda x, *_: F.silu(self.conv1d(x)[:, :, : x.shape[-1]])"
     values = 'mixed_qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, "silu", _opslot_cu_seqlens(kwargs)'
     patch.replace(method, _OPTIONAL, f"mixed_qkv = {_bound_or(original, values)}", slot=_SLOT)
+    add_helpers(patch, _BY_DOCUMENT)
+
+
+def _write_own(owner: str, pattern: str, patch: PatchConfig) -> None:
+    """Without boundaries of documents, which do not reach the method."""
+    bound = f"self.{_SLOT.attribute}"
+    values = "$x, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation"
+    template = f"{bound}({values}){_OWN[pattern]} if {bound} is not None else $match"
+    patch.replace(f"{owner}.{_OWN_METHOD}", pattern, template, slot=_SLOT)
+    patch.replace(f"{owner}.forward", _FAST, f"{bound} is None and $match")
     add_helpers(patch, _BY_DOCUMENT)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -126,6 +127,74 @@ def _opslot_selective_scan_by_document(
     return (out, torch.cat([result[1] for result in results])) if want_state else out
 '''
 
+# Mixers of Mamba-2 before 5.15: their method for machines without mamba_ssm.
+_MIXER = "torch_forward"
+_MIXER_CALL = f"self.{_MIXER}(hidden_states, cache_params, attention_mask)"
+_STEP_LIMIT = "self.time_step_limit"
+# mamba_ssm's kernels, where installed, take the limit.
+_STEP_MINIMUM = 'self.time_step_limit if is_fast_path_available else (self.time_step_min, float("inf"))'
+# Fingerprints of that method in 5.9, 5.13 and 5.14, and the limits of its steps.
+_MIXERS = {
+    # mamba2
+    **dict.fromkeys(("d627172a09c7", "d1dc440e553a", "e31dfb8549bc"), _STEP_LIMIT),
+    # bamba and granitemoehybrid
+    **dict.fromkeys(("4675d060c9ff", "98c3b9f4fbde", "92a224dd42f2"), _STEP_LIMIT),
+    # falcon_h1
+    **dict.fromkeys(("128ae75dc6d1", "52432d5f500f", "7bc1edc89c9b"), _STEP_LIMIT),
+    # nemotron_h and zamba2
+    **dict.fromkeys(("0f84a1b4c2c2", "b1a0632f0765", "09bc1a0040f1"), _STEP_MINIMUM),
+}
+
+_MIXER_HELPER = '''
+def _opslot_mamba2(mixer, hidden_states, cache_params, attention_mask, cu_seqlens):
+    """A mixer's output with the slot's scan, else Transformers', of each document alone if there are several."""
+    has_state = cache_params is not None and cache_params.has_previous_state(mixer.layer_idx)
+    if mixer._opslot_mamba_chunk_scan is not None and not has_state:
+        return _opslot_mamba2_with_kernels(mixer, hidden_states, cache_params, attention_mask, cu_seqlens)
+    if cu_seqlens is None:
+        return mixer.torch_forward(hidden_states, cache_params, attention_mask)
+    documents = hidden_states.flatten(0, 1).split(cu_seqlens.diff().tolist())
+    outputs = [mixer.torch_forward(tokens[None], None, None)[0] for tokens in documents if len(tokens)]
+    return torch.cat(outputs).unflatten(0, hidden_states.shape[:2])
+'''
+
+# {projections}, {before}, {parts}, {state} and {output} are statements of Transformers' method.
+_MIXER_WITH_KERNELS = '''
+def _opslot_mamba2_with_kernels({parameters}, cu_seqlens):
+    """Transformers' {method} from an empty state, with the convolution and the scan of the slots."""
+{projections}
+{before}
+    kernel = self._opslot_causal_conv1d
+    if kernel is not None:
+        {x} = kernel({x}, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation, cu_seqlens)
+    else:
+        {x} = _opslot_conv_by_document(
+            lambda x, *_: self.act(self.conv1d(x)[..., : x.shape[-1]]), {x}, None, None, None, cu_seqlens
+        )
+    {x} = {x}{transposed}
+{parts}
+    # The states of packed documents are not those of rows.
+    want_state = cache_params is not None and cu_seqlens is None
+    found = self._opslot_mamba_chunk_scan(
+        hidden_states.reshape(batch_size, seq_len, self.num_heads, self.head_dim),
+        dt,
+        A,
+        B.reshape(batch_size, seq_len, self.n_groups, self.ssm_state_size),
+        C.reshape(batch_size, seq_len, self.n_groups, self.ssm_state_size),
+        self.D,
+        self.dt_bias,
+        None,
+        True,
+        {limit},
+        want_state,
+        cu_seqlens,
+    )
+    y, ssm_state = found if want_state else (found, None)
+    y = y.flatten(2)
+{state}
+{output}
+'''
+
 # Forwards of lightning attention, in blocks, with a state that decays by a constant per head and token.
 _LIGHTNING = ("957c1875ec74", "20f4d40bc0a0", "307816f12796")
 _LIGHTNING_START = "batch_size, seq_len, hidden_size = hidden_states.shape"
@@ -160,6 +229,9 @@ class Scans:
                 if match := call_form(module, method, calls):
                     matched.add(match.symbol)
                     yield match
+        for match in _mixers(module):
+            matched.add(match.symbol)
+            yield match
         reason = "calls {function} in another way than the reviewed forms"
         for skip in skip_callers(module, OP, _SCANS, reason):
             if skip.symbol not in matched:
@@ -231,6 +303,63 @@ def _selective_call(module: ModuleView, method: str, calls: list[ast.Call]) -> M
         patch.depends_on(module.upstream.name, _SELECTIVE)
 
     return Match(owner, OP, _PER_CHANNEL.variant, write)
+
+
+def _mixers(module: ModuleView) -> Iterator[Match]:
+    """Classes of Mamba-2 whose `torch_forward` computes everything; from a state it stays Transformers'."""
+    for name, method in module.methods(_MIXER):
+        limit = _MIXERS.get(module.fingerprint(method) or "")
+        if limit is not None and documents_reach(module, name):
+            yield Match(name, OP, _SLOT.variant, partial(_write_mixer, module, name, limit))
+
+
+def _write_mixer(module: ModuleView, name: str, limit: str, patch: PatchConfig) -> None:
+    forward, method = f"{name}.forward", f"{name}.{_MIXER}"
+    documents = "_opslot_cu_seqlens(kwargs)"
+    if "seq_idx" in module.parameters(forward):
+        documents = '_opslot_cu_seqlens({"seq_idx": seq_idx, **kwargs})'
+        # It raises where mamba_ssm is not installed.
+        patch.replace(forward, "seq_idx is not None", "False")
+    bound = f"self.{_SLOT.attribute}"
+    patch.replace(forward, "is_fast_path_available", f"{bound} is None and {documents} is None and $match")
+    arguments = f"self, hidden_states, cache_params, attention_mask, {documents}"
+    patch.replace(forward, _MIXER_CALL, f"_opslot_mamba2({arguments})", slot=_SLOT)
+    add_helpers(patch, _MIXER_HELPER, _with_kernels(module, method, limit))
+    pass_documents_to(module, patch, name)
+    pass_documents(module, patch)
+    patch.depends_on(module.upstream.name, method)
+
+
+def _with_kernels(module: ModuleView, method: str, limit: str) -> str:
+    """Source text of a function with the statements of a mixer's method, but for convolution and scan."""
+    definition = module.upstream.find(method)
+    assert isinstance(definition, ast.FunctionDef)
+    body = definition.body
+    convolves, scans = (
+        next(i for i, s in enumerate(body) if isinstance(s, ast.If) and call in ast.unparse(s))
+        for call in ("self.conv1d(", "segment_sum(")
+    )
+    convolution, scan = body[convolves], body[scans]
+    assert isinstance(convolution, ast.If)
+    assert isinstance(scan, ast.If)
+    at, convolved = next((i, s) for i, s in enumerate(convolution.orelse) if "self.conv1d(" in ast.unparse(s))
+    assert isinstance(convolved, ast.Assign)
+    statements: dict[str, list[ast.stmt]] = {
+        "projections": body[:convolves],
+        "before": convolution.orelse[:at],
+        "parts": convolution.orelse[at + 1 :] + body[convolves + 1 : scans],
+        "state": [s for s in scan.orelse if isinstance(s, ast.If) and "ssm_state" in ast.unparse(s.test)],
+        "output": body[scans + 1 :],
+    }
+    texts = {key: textwrap.indent("\n".join(map(ast.unparse, found)), "    ") for key, found in statements.items()}
+    return _MIXER_WITH_KERNELS.format(
+        parameters=", ".join(argument.arg for argument in definition.args.args),
+        method=_MIXER,
+        x=ast.unparse(convolved.targets[0]),
+        transposed=".transpose(1, 2)" if ".transpose(1, 2)" in ast.unparse(convolved.value) else "",
+        limit=limit,
+        **texts,
+    )
 
 
 def _is_gated(call: ast.Call) -> bool:
