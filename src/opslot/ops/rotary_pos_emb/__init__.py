@@ -4,16 +4,13 @@ from opslot.ops._common.specs import H200, fp32_priority, liger_kernel, npu_kern
 from opslot.ops.rotary_pos_emb.op import OP
 from opslot.slots import KERNEL_REGISTRY
 
-# Not measured on a GPU yet.
-_NO_PRIORITY = ("partial_last", "gptj_to_neox_last", "gptj_fp32_last")
-
 KERNEL_REGISTRY.register_op(OP)
 for _variant in OP.variants:
     KERNEL_REGISTRY.register(
         triton_kernel(
             OP.name,
             _variant,
-            priority=None if _variant in _NO_PRIORITY else {H200: 80},
+            priority={H200: 80},
             description="q and k in one launch, no copies",
         )
     )
