@@ -85,12 +85,15 @@ ROWS = (
         ("608a2b7a16b5", "hunyuan_vl"),
     ),
     RotaryForm("9fd25804c00b", "single", "the same for one tensor", "gemma3n, gemma4, diffusion_gemma"),
-    RotaryForm(
-        "53e758234267",
-        "half_cos_sin",
-        "halves are rotated, one cos and sin per pair",
-        "gpt_oss",
-        rotation=("_apply_rotary_emb", "6e04c918052c"),
+    *(
+        RotaryForm(
+            hash_,
+            "half_cos_sin",
+            "halves are rotated, one cos and sin per pair",
+            seen,
+            rotation=("_apply_rotary_emb", "6e04c918052c"),
+        )
+        for hash_, seen in (("53e758234267", "gpt_oss"), ("9b61b7e1a702", "gpt_oss before 5.13"))
     ),
     *_partial(
         ("7eaf8d324cc4", "glm4_moe, gpt_neox, bamba and 13 more"),
@@ -203,9 +206,18 @@ ROWS = (
 
 # Forwards of rotary embeddings that give neighboring channels one angle, with the method that merges three axes.
 _ONE_ANGLE_PER_PAIR = {
-    ("4102bfc785b5", None),  # blt, cohere, cohere2
-    ("bde94eb37424", "2b92f5b67232"),  # glm4v, glm_ocr
-    ("9b7b66695131", "d2ffb835b958"),  # ernie4_5_vl_moe
+    # blt, cohere, cohere2; 5.18, and before
+    ("4102bfc785b5", None),
+    ("0e13436351db", None),
+    ("0553e142816f", None),
+    # glm4v, glm_ocr; 5.18, and 5.17
+    ("bde94eb37424", "2b92f5b67232"),
+    ("f81458ec4576", "2b92f5b67232"),
+    ("dbbe57629bd1", "2b92f5b67232"),
+    # ernie4_5_vl_moe; 5.18, and 5.17
+    ("9b7b66695131", "d2ffb835b958"),
+    ("6ee9e41d71dc", "d2ffb835b958"),
+    ("676bdcde1fe2", "d2ffb835b958"),
 }
 
 
