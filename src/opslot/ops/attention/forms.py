@@ -83,6 +83,17 @@ _OPTIONS = ("sliding_window", "softcap", "s_aux", "dropout")
 _SPARSE = {"indices", "block_indices"}
 
 
+# Before 5.20, Pixtral makes a mask of the images' lengths, and none where a FlashAttention of Transformers runs.
+_BLOCK_MASK = "generate_block_attention_mask([p.shape[-2] * p.shape[-1] for p in patch_embeds_list], patch_embeds)"
+_NO_MASK = "attention_mask = None"
+_IMAGE_BOUNDARIES = """
+lengths = [p.shape[-2] * p.shape[-1] for p in patch_embeds_list]
+cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(patch_embeds.device)
+kwargs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+kwargs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+attention_mask = None
+"""
+
 _CROSS = '''\
 def _opslot_cross_attention(config, is_cross):
     """The argument that marks a call of opslot's kernels as cross attention, whose keys have their own padding."""
@@ -104,7 +115,8 @@ class Attention:
             if reason:
                 yield Skip(name, OP, reason)
             else:
-                write = _Write(name, Slot(OP, variant), eager, _options(module, forward), _cross_calls(module, forward))
+                slot, cross = Slot(OP, variant), _cross_calls(module, forward)
+                write = _Write(name, slot, eager, _options(module, forward), cross, tuple(_with_block_masks(module)))
                 yield Match(name, OP, variant, write)
 
 
@@ -114,6 +126,7 @@ class _Write:
 
     Attributes:
         cross: those calls, and how often each is in the text; after the condition under which it is cross attention.
+        block_masks: the methods that do not pass the boundaries of images.
     """
 
     name: str
@@ -121,10 +134,13 @@ class _Write:
     eager: str
     options: dict[str, str]
     cross: tuple[str, Counter[str]] | None
+    block_masks: tuple[str, ...]
 
     def __call__(self, patch: PatchConfig) -> None:
         patch.slot_config([self.name], self.slot, depends=[self.eager])
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
+        for method in self.block_masks:
+            patch.replace(method, _NO_MASK, _IMAGE_BOUNDARIES)
         if self.cross is None:
             return
         condition, calls = self.cross
@@ -159,7 +175,12 @@ def _cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
         return []
     branches = (node for node in nodes_below(definition) if isinstance(node, ast.If))
     texts = ("\n".join(map(ast.unparse, node.body)) for node in branches if _asks_for_flash(node.test))
-    return [text for text in texts if "cu_seq_lens_q" in text]
+    blocks = any(ast.unparse(call) == _BLOCK_MASK for call in nodes_below(definition) if isinstance(call, ast.Call))
+    return [text for text in texts if "cu_seq_lens_q" in text or (blocks and text == _NO_MASK)]
+
+
+def _with_block_masks(module: ModuleView) -> Iterator[str]:
+    return (forward for _, forward in module.methods() if _NO_MASK in _cu_seqlens_branches(module, forward))
 
 
 def _asks_for_flash(test: ast.expr) -> bool:
