@@ -9,6 +9,10 @@ from transformers import AttentionInterface, AutoConfig
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot.ops.attention.forms import AddedMasks, Attention
+from opslot.patchgen.forms import ModuleView
+from opslot.patchgen.source import UpstreamModule
+from opslot.slots.protocol import ADDS_MASKS
 from opslot.verify.random_model import random_ids, random_model, whole_batch
 from opslot.verify.tiny import tiny_config
 from tests.models.sizes import SIZES
@@ -208,3 +212,40 @@ def test_dropout_of_any_name_is_known(arch, field):
         opslot.apply(model, {"preset": "eager", "attn_implementation": "triton"}, device="cpu")
     opslot.apply(model, "auto", device="cpu")
     model(**whole_batch(random_ids(config))).loss.backward()
+
+
+INDEXER = """
+class ToyIndexer(nn.Module):
+    def forward(self, scores, attention_mask):
+        {add}
+        return scores.topk(2).indices
+
+
+class ToyAttention(nn.Module):
+    def forward(self, query, attention_mask, **kwargs):
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+        return attention_interface(self, query, query, query, attention_mask, indices=self.indexer(query), **kwargs)
+"""
+ADD_ANY = "if attention_mask is not None:\n            scores = scores + attention_mask"
+ADD_FLOATS = "scores = scores.masked_fill(~attention_mask, float('-inf'))"
+
+
+@pytest.mark.parametrize(("add", "found"), [(ADD_ANY, True), (ADD_FLOATS, False)], ids=["any mask", "bools"])
+def test_indexers_that_add_any_mask_are_found(add, found):
+    """In Transformers 5.9 GLM's does, which gets none with sdpa, so that its attention sees later tokens."""
+    module = ModuleView(UpstreamModule("toy", "5.9.0", INDEXER.replace("{add}", add)))
+    facts = [(fact.name, fact.attribute) for fact in AddedMasks().find(module)]
+    assert facts == ([("ToyAttention", ADDS_MASKS)] if found else [])
+    (skip,) = Attention().find(module)
+    assert ("it would see later tokens" in skip.reason) == found
+
+
+def test_attention_that_adds_any_mask_runs_eager(monkeypatch):
+    model = random_model(tiny_config("deepseek_v32"))
+    opslot.apply(model)
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), ADDS_MASKS, True, raising=False)
+    opslot.bind(model)
+    assert model.config._attn_implementation == "eager"
+    opslot.restore(model)
+    assert model.config._attn_implementation == "sdpa"
