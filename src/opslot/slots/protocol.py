@@ -11,6 +11,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_by_document`: an instance runs once for each document where a module in it keeps whole sequences, or where
   no kernel serves its attention.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
+- `_opslot_adopt`: method that `apply` calls on an instance of another class that it moved to this one.
 - `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
 
 On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
@@ -36,6 +37,7 @@ CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 MASKS_OF = PREFIX + "masks_of"
 LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
+ADOPT = PREFIX + "adopt"
 SUB_MODEL = PREFIX + "sub_model"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
