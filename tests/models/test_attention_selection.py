@@ -9,6 +9,10 @@ from transformers import AttentionInterface, AutoConfig
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot.ops.attention.forms import Attention, MasksOfOneImplementation
+from opslot.patchgen.forms import ModuleView
+from opslot.patchgen.source import UpstreamModule
+from opslot.slots.protocol import MASKS_OF
 from opslot.verify.random_model import random_ids, random_model, whole_batch
 from opslot.verify.tiny import tiny_config
 from tests.models.sizes import SIZES
@@ -208,3 +212,55 @@ def test_dropout_of_any_name_is_known(arch, field):
         opslot.apply(model, {"preset": "eager", "attn_implementation": "triton"}, device="cpu")
     opslot.apply(model, "auto", device="cpu")
     model(**whole_batch(random_ids(config))).loss.backward()
+
+
+INDEXER = """
+class ToyIndexer(nn.Module):
+    def forward(self, scores, attention_mask):
+        {add}
+        return scores.topk(2).indices
+
+
+class ToyAttention(nn.Module):
+    def forward(self, query, attention_mask, **kwargs):
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+        return attention_interface(self, query, query, query, attention_mask, indices=self.indexer(query), **kwargs)
+"""
+ADD_ANY = "if attention_mask is not None:\n            scores = scores + attention_mask"
+ADD_FLOATS = "scores = scores.masked_fill(~attention_mask, float('-inf'))"
+
+
+@pytest.mark.parametrize(("add", "found"), [(ADD_ANY, True), (ADD_FLOATS, False)], ids=["any mask", "bools"])
+def test_indexers_that_add_any_mask_are_found(add, found):
+    """In Transformers 5.9 GLM's does, which gets none with sdpa, so that its attention sees later tokens."""
+    module = ModuleView(UpstreamModule("toy", "5.9.0", INDEXER.replace("{add}", add)))
+    facts = [(fact.name, fact.attribute, fact.value) for fact in MasksOfOneImplementation().find(module)]
+    assert facts == ([("ToyAttention", MASKS_OF, "eager")] if found else [])
+    (skip,) = Attention().find(module)
+    assert ("it would see later tokens" in skip.reason) == found
+
+
+def test_attention_without_the_interface_that_reads_bools_is_skipped():
+    """In Transformers 5.9 and 5.17, Gemma 4's of audio, which reads masks of eager attention the wrong way."""
+    text = """
+class ToyAudioAttention(nn.Module):
+    def forward(self, scores, attention_mask=None):
+        if attention_mask is not None:
+            scores = scores.masked_fill(attention_mask.logical_not(), -1e9)
+        return scores.softmax(-1)
+"""
+    fact, skip = MasksOfOneImplementation().find(ModuleView(UpstreamModule("toy", "5.9.0", text)))
+    assert (fact.name, fact.attribute, fact.value) == ("ToyAudioAttention", MASKS_OF, "sdpa")
+    assert (skip.symbol, skip.op) == ("ToyAudioAttention", "attention")
+
+
+@pytest.mark.parametrize(("needed", "ops"), [("eager", "auto"), ("sdpa", "eager")])
+def test_attention_that_reads_masks_of_one_implementation_runs_it(monkeypatch, needed, ops):
+    model = random_model(tiny_config("deepseek_v32"))
+    opslot.apply(model, ops)
+    assert model.config._attn_implementation != needed
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), MASKS_OF, needed, raising=False)
+    opslot.bind(model, ops)
+    assert model.config._attn_implementation == needed
+    opslot.restore(model)
+    assert model.config._attn_implementation == "sdpa"

@@ -8,12 +8,16 @@ from opslot.verify.tiny import tiny_config
 
 
 @pytest.mark.parametrize("more", [7, -8])
-def test_resized_vocabulary(more, tmp_path):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_resized_vocabulary(more, when, tmp_path):
     """Transformers leaves the tables of experts by token id at their size."""
     model = random_model(tiny_config("deepseek_v4"))
-    opslot.apply(model, "eager")
     size = model.config.vocab_size
-    model.resize_token_embeddings(size + more)
+    if when == "before":
+        model.resize_token_embeddings(size + more)
+    opslot.apply(model, "eager")
+    if when == "after":
+        model.resize_token_embeddings(size + more)
     ids = torch.arange(size + more)[None]
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     model.save_pretrained(tmp_path)

@@ -87,6 +87,14 @@ def test_published_class_name_that_transformers_lacks(name):
     assert built == type(config).__name__.replace("Config", "ForConditionalGeneration")
 
 
+def test_hooks_of_the_thinker_run():
+    """Those of encoders on ranks without images are there, where Transformers has no module in it for the features."""
+    model, calls = build("qwen2_5_omni"), []
+    model.thinker.register_forward_pre_hook(lambda *_: calls.append("thinker"))
+    model(input_ids=torch.arange(4)[None])
+    assert calls == ["thinker"]
+
+
 @names
 def test_text_generation_goes_to_the_sub_model(name):
     model = build(name).eval()

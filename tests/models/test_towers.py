@@ -5,9 +5,12 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForImageTextToText
 
 import opslot
+from opslot.models._modalities import _zero_of_projections
 from opslot.verify.architecture import tiny_config
 from tests.models.test_host_inputs import TOWERS, batch_of, build
 
@@ -76,3 +79,27 @@ def test_config_of_a_bound_model_builds_other_models(copied):
     assert type(original).__module__.startswith("transformers.")
     built = opslot.build_foundation_model(copied(model.config), ops_implementation="auto")
     assert opslot.explain(built).chosen("attention") == opslot.explain(model).chosen("attention")
+
+
+class Holder(nn.Module):
+    """Computes features and logits in one forward, as the thinker of Qwen2.5-Omni before Transformers 5.23."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder, self.projector, self.lm_head = (nn.Linear(2, 2) for _ in range(3))
+
+    def get_decoder(self):
+        return self.decoder
+
+    def forward(self, x):
+        return self.lm_head(self.decoder(self.projector(x)))
+
+
+def test_zero_of_projections_leaves_out_an_output_head_with_its_own_parameters():
+    """Another rank would not gather them at that point."""
+    holder = Holder()
+    holder.lm_head.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    _zero_of_projections(holder).backward()
+    assert holder.projector.weight.grad is not None
+    assert holder.lm_head.weight.grad is None
+    assert holder.decoder.weight.grad is None

@@ -10,7 +10,9 @@ from transformers import Qwen3Config
 import opslot
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
-from opslot.verify.bisect import Float64Mode, loss_and_gradients
+from opslot.verify.bisect import Float64Mode, Selections, _Expected, loss_and_gradients
+from opslot.verify.random_model import random_ids, random_model
+from opslot.verify.tiny import tiny_config
 
 FIELD = "rms_norm_implementation"
 right = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
@@ -138,3 +140,37 @@ def test_float32_inside_a_model_is_float64_in_the_reference():
         loss = loss_and_gradients(Casts(), {"x": x})["loss"]
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss.item(), 1 / 3, rtol=1e-15, atol=0)
+
+
+def test_other_runs_select_what_one_selected():
+    scores = torch.tensor([[1.0, 3.0, 2.0]])
+    with Selections() as first:
+        torch.topk(scores, 2)
+        scores.topk(1, dim=0)
+    assert [found.tolist() for found in first.made] == [[[1, 2]], [[0, 0, 0]]]
+    others = torch.tensor([[3.0, 1.0, 2.0]], requires_grad=True)
+    with Selections(first.made):
+        values, indices = torch.topk(others, 2)
+        own = others.topk(2)
+    assert (values.tolist(), indices.tolist(), own.indices.tolist()) == ([[1.0, 2.0]], [[1, 2]], [[0, 2]])
+    values.sum().backward()
+    assert others.grad.tolist() == [[0.0, 1.0, 1.0]]
+
+
+def test_runs_in_16_bits_select_the_experts_of_the_float64_run():
+    """Experts with nearly the same scores: bfloat16 rounds them to others, whose gradients have nothing in common."""
+    model = random_model(tiny_config("mixtral")).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            gate = layer.mlp.gate.weight
+            gate.copy_(gate[:1] + 0.01 * torch.randn(gate.shape, generator=torch.Generator().manual_seed(0)))
+    model.to(torch.bfloat16)
+    opslot.apply(model, "eager")
+    ids = random_ids(model.config)
+    batch = {"input_ids": ids, "labels": ids}
+    expected, alone = _Expected.of(model, batch), loss_and_gradients(model, batch)
+    name = "grad model.layers.1.mlp.experts.down_proj"
+    error, other = ((found[name].double() - expected.fp64[name]).norm() for found in (expected.eager, alone))
+    assert error < 0.2 * other
+    assert expected.compare(model, batch)[0].error == expected.compare(model, batch)[0].eager_error
+    assert not _Expected.of(model.float(), batch).selected

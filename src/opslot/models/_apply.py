@@ -9,7 +9,7 @@ from opslot._base.logging import get_logger
 from opslot.models._registry import architecture_of
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
-from opslot.slots.protocol import copy_upstream_globals, set_replaced_forward
+from opslot.slots.protocol import ADOPT, copy_upstream_globals, set_replaced_forward
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +66,9 @@ def apply(
     except Exception:
         _undo(moves)
         raise
+    for module, _, new in moves:
+        if hasattr(new, ADOPT):
+            getattr(module, ADOPT)()
     from opslot.models._by_document import give_documents
     from opslot.models._host_inputs import keep_inputs_on_host, reads_host_inputs
     from opslot.models._modalities import keep_documents_from_towers

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from opslot.distributed.dummy import dummy_forward
@@ -239,11 +240,12 @@ class _Run:
 def _zero_of_projections(holder: Any) -> Tensor:
     """Zero, with zero gradients for the modules that the forward itself applies to features.
 
-    They are in the FSDP group of the root, so that their parameters are whole here.
+    They are in the FSDP group of the root, so that their parameters are whole here. An output head has its own.
     """
     decoder = holder.get_decoder()
     source = _source(type(holder))
     applied = [child for name, child in holder.named_children() if f"self.{name}(" in source]
+    applied = [child for child in applied if not isinstance(child, FSDPModule)]
     found = [p for child in applied if decoder not in child.modules() for p in child.parameters() if p.requires_grad]
     return sum((p.flatten()[:0].sum() for p in found), torch.zeros((), device=next(holder.parameters()).device))
 

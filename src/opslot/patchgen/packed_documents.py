@@ -16,10 +16,15 @@ _BY_DOCUMENT = "_opslot_by_document"
 
 _CU_SEQLENS = '''
 def _opslot_cu_seqlens(kwargs):
-    """Boundaries of packed documents in a forward's keyword arguments, over the flattened tokens; None without."""
+    """Boundaries of packed documents in a forward's keyword arguments, over the flattened tokens; None without.
+
+    Where a module takes only seq_idx, its callers pass the boundaries themselves, [documents + 1].
+    """
     cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
     if cu_seqlens is not None or seq_idx is None:
         return cu_seqlens
+    if seq_idx.dim() == 1:
+        return seq_idx
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx.diff(dim=1) != 0
     return nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=seq_idx.numel()).to(torch.int32)
@@ -156,6 +161,7 @@ def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> Non
     """
     attributes = [e.attribute for e in patch.edits if isinstance(e, ClassAttribute) and e.target == owner]
     for method, call in callers_of(module, owner):
+        _pass_as_seq_idx(module, patch, method, call)
         if (takers := _takers(module, method, call)) or _BY_DOCUMENT in attributes:
             _pass(module, patch, method, call, takers)
         pass_documents_to(module, patch, method.partition(".")[0])
@@ -190,6 +196,24 @@ def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, t
     count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
     patch.replace(method, text, ast.unparse(passed).replace("_PASSED", given), count=count)
     add_helpers(patch, _PASSED, _PASSED_TO)
+
+
+def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> None:
+    """Let a call that passes only its seq_idx pass the boundaries of documents as it."""
+    definition = module.upstream.find(method)
+    assert isinstance(definition, ast.FunctionDef)
+    passed = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "seq_idx"]
+    if definition.args.kwarg is None or any(keyword.arg is None for keyword in call.keywords):
+        return
+    kwargs = definition.args.kwarg.arg
+    text = f"{kwargs}.get('seq_idx')"
+    if passed != [text] or any(
+        isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits
+    ):
+        return
+    count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
+    patch.replace(method, text, f"_opslot_cu_seqlens({kwargs})", count=count)
+    add_helpers(patch)
 
 
 def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:

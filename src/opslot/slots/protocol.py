@@ -6,10 +6,12 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_skipped`: (op, symbol, reason) of each part that an op might compute and that got no slot.
 - `_opslot_attention_options`: of an attention class, its variant, and option -> the attribute that holds it.
 - `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens only to FlashAttention.
+- `_opslot_masks_of`: the implementation of attention whose masks the class reads, whichever is selected.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 - `_opslot_by_document`: an instance runs once for each document where a module in it keeps whole sequences, or where
   no kernel serves its attention.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
+- `_opslot_adopt`: method that `apply` calls on an instance of another class that it moved to this one.
 - `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
 
 On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
@@ -32,8 +34,10 @@ BY_DOCUMENT = PREFIX + "by_document"
 MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
+MASKS_OF = PREFIX + "masks_of"
 LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
+ADOPT = PREFIX + "adopt"
 SUB_MODEL = PREFIX + "sub_model"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
@@ -133,6 +137,14 @@ def cu_seqlens_for_flash(module: Any) -> bool:
     For any other it makes a mask, or one call for each sequence.
     """
     return getattr(type(module), CU_SEQLENS_FOR_FLASH, False)
+
+
+def masks_of(module: Any) -> str | None:
+    """The implementation, "eager" or "sdpa", whose masks a module's own code reads; None where it takes those of any.
+
+    Eager attention's are added to scores; those of sdpa are bools, and None where it is causal by itself.
+    """
+    return getattr(type(module), MASKS_OF, None)
 
 
 def lost_slots(module: Any) -> str:

@@ -342,11 +342,23 @@ def _unknown(name: str, schema: dict[str, Any]) -> str:
     elsewhere = None if same else known_elsewhere(name)
     if elsewhere is not None:
         return f"{name} is not a field; {f'use {elsewhere}' if elsewhere else 'opslot does not need it, remove it'}"
-    near = same if len(same) == 1 else difflib.get_close_matches(name, schema, 1, cutoff=0.75)
+    near = same if len(same) == 1 else _in_its_section(name, schema)
+    near = near or difflib.get_close_matches(name, schema, 1, cutoff=0.75)
     if not near:
         near = same or difflib.get_close_matches(name, schema, 1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else "; `opslot train --help-all` lists the fields"
     return f"{name} is not a field{hint}"
+
+
+def _in_its_section(name: str, schema: dict[str, Any]) -> list[str]:
+    """The field that a name means whose section is given inside another one: lora.r for train.lora.rank."""
+    sections = {leaf.partition(".")[0] for leaf in schema if "." in leaf}
+    parts = name.split(".")
+    start = next((i for i in range(1, len(parts) - 1) if parts[i] in sections), None)
+    if start is None:
+        return []
+    fields = [leaf for leaf in schema if leaf.startswith(f"{parts[start]}.")]
+    return difflib.get_close_matches(".".join(parts[start:]), fields, 1, cutoff=0.5)
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:

@@ -284,8 +284,8 @@ class _Run:
 
     def _frozen(self) -> tuple[str, str]:
         model, original = self._model(), random_model(self.config).eval()
-        # Its other implementations ignore that some encoders are bidirectional (Phi-4 multimodal).
-        original.set_attn_implementation("eager")
+        # Transformers' other implementations ignore that some encoders are bidirectional (Phi-4 multimodal).
+        _run_the_same_code(trained_part(original), trained_part(self._model("eager")))
         # Without the language model, samples of text train nothing.
         batches = [batch for name, batch in self._batches().items() if self.media is None or name != "text"]
         parts = _frozen_parts(model, has_media=self.media is not None)
@@ -348,10 +348,10 @@ class _Run:
         )
         yield "saved by Transformers", built
 
-    def _model(self) -> Any:
+    def _model(self, ops: Ops | None = None) -> Any:
         """The model bound to the kernels asked for, in evaluation mode: router jitter would make each run another."""
         model = random_model(self.config).eval()
-        apply(model, self.ops)
+        apply(model, self.ops if ops is None else ops)
         return model
 
     def _step(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ Way = Callable[["Suspect"], Iterable["Suspect"]]
 # An error this many times its bound is not luck: of a tensor, and of one with few elements, in which eager's error may
 # be small by luck.
 _NO_LUCK, _NO_LUCK_OF_FEW, _FEW = 3.0, 30.0, 8
+_SIXTEEN_BITS = 16
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
@@ -90,8 +91,8 @@ def bisect(
 
     Everything runs on copies of the model in evaluation mode, one of them in float64.
 
-    In 16 bits, a rounding may route a token to another expert, which counts as broken parity: check a mixture of
-    experts in float32 too.
+    In 16 bits, a rounding may route a token to another expert, whose gradients are then others'. There, all runs select
+    the experts (and keys of sparse attention) that the float64 run selects by `topk`.
 
     Args:
         model: one with slots (generated, or after `opslot.apply`), on the device where it will run.
@@ -105,9 +106,9 @@ def bisect(
     bound = copy.deepcopy(model).eval()
     keep = ops is None and bound_config(bound) is not None
     report = explain(bound) if keep else bind(bound, dict(ops) if isinstance(ops, Mapping) else ops)
-    found, config = loss_and_gradients(bound, batch), bound_config(bound)
+    config = bound_config(bound)
     trial = _Trial(bound, batch)
-    whole = trial.worst(config, found)
+    whole = trial.worst(config)
     if whole.ok:
         return Bisection(whole)
     return Bisection(whole, tuple(s for suspect in _by_field(report) for s in trial.narrow(suspect)))
@@ -143,16 +144,10 @@ class _Trial:
         except KernelError as error:
             return replace(suspect, problem=str(error))
 
-    def worst(self, ops: OpsImplementationConfig | None, found: Mapping[str, Tensor] | None = None) -> Comparison:
-        """The comparison nearest to its bound, or furthest beyond it, with the model bound to `ops`.
-
-        Args:
-            found: loss and gradients with `ops`, where they are known.
-        """
-        if found is None:
-            bind(self.model, ops)
-            found = loss_and_gradients(self.model, self.batch)
-        comparisons = self.expected.compare(found)
+    def worst(self, ops: OpsImplementationConfig | None) -> Comparison:
+        """The comparison nearest to its bound, or furthest beyond it, with the model bound to `ops`."""
+        bind(self.model, ops)
+        comparisons = self.expected.compare(self.model, self.batch)
         worst = nearest(comparisons)
         limit = _NO_LUCK_OF_FEW if self.expected.fp64[worst.name].numel() < _FEW else _NO_LUCK
         if worst.ok or worst.error > limit * worst.bound:
@@ -167,27 +162,35 @@ class _Trial:
             for p in model.parameters():
                 if p.dtype.is_floating_point:
                     p.mul_(1 + 0.01 * torch.randn(p.shape, generator=generator).to(p))
-        bind(model, ops)
-        found = loss_and_gradients(model, self.batch)
         bind(model, "eager")
-        return _Expected.of(model, self.batch).compare(found)
+        expected = _Expected.of(model, self.batch)
+        bind(model, ops)
+        return expected.compare(model, self.batch)
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """Loss and gradients of Transformers' code, in the model's dtype and in float64; the rounding allowed for each."""
+    """Loss and gradients of Transformers' code, in the model's dtype and in float64; the rounding allowed for each.
+
+    Attributes:
+        selected: what the float64 run selected, for a model in 16 bits.
+    """
 
     eager: Mapping[str, Tensor]
     fp64: Mapping[str, Tensor]
     rounding: Mapping[str, float]
+    selected: Sequence[Tensor]
 
     @classmethod
     def of(cls, model: Any, batch: Mapping[str, Any]) -> _Expected:
         """Of a model that is bound to eager."""
-        eager = loss_and_gradients(model, batch)
-        with Float64Mode():
+        dtype = torch.finfo(next(p.dtype for p in model.parameters() if p.dtype.is_floating_point))
+        eps, selections = dtype.eps, Selections()
+        with Float64Mode(), selections:
             fp64 = loss_and_gradients(in_fp64(model), _double(batch))
-        eps = torch.finfo(next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)).eps
+        selected = selections.made if dtype.bits == _SIXTEEN_BITS else []
+        with Selections(selected):
+            eager = loss_and_gradients(model, batch)
         grads = [name for name in fp64 if name != "loss"]
         # A gradient that cancels to nearly nothing is still a sum of terms of the others' size, as in `parity`.
         rounding = dict.fromkeys(grads, eps * max((_rms(fp64[n]) for n in grads), default=0.0))
@@ -195,9 +198,12 @@ class _Expected:
         missed = sum((eager[n].double() - fp64[n]).square().sum().item() for n in grads)
         relative = (missed / (sum(fp64[n].square().sum().item() for n in grads) or 1.0)) ** 0.5
         rounding["loss"] = max(eps, relative) * _rms(fp64["loss"])
-        return cls(eager, fp64, rounding)
+        return cls(eager, fp64, rounding, selected)
 
-    def compare(self, found: Mapping[str, Tensor]) -> tuple[Comparison, ...]:
+    def compare(self, model: Any, batch: Mapping[str, Any]) -> tuple[Comparison, ...]:
+        """Comparisons of the loss and gradients of a model bound to other kernels."""
+        with Selections(self.selected):
+            found = loss_and_gradients(model, batch)
         return tuple(self._compare(name, x) for name, x in found.items())
 
     def _compare(self, name: str, found: Tensor) -> Comparison:
@@ -240,6 +246,34 @@ def _by_layer(suspect: Suspect) -> Iterable[Suspect]:
 
 def _by_slot(suspect: Suspect) -> Iterable[Suspect]:
     return [replace(suspect, paths=(path,)) for path in suspect.paths]
+
+
+class Selections(TorchFunctionMode):
+    """Makes each call of `topk` select given indices: those of the same call of another run.
+
+    Args:
+        given: by call; a call without any, or of another shape, selects by itself.
+
+    Attributes:
+        made: indices of each call.
+    """
+
+    def __init__(self, given: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.given = given
+        self.made: list[Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk):
+            return found
+        number = len(self.made)
+        self.made.append(found.indices)
+        given = self.given[number] if number < len(self.given) else None
+        if given is None or given.shape != found.indices.shape:
+            return found
+        scores, dim = args[0], args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
+        return torch.return_types.topk((scores.gather(dim, given), given))
 
 
 class Float64Mode(TorchFunctionMode):

@@ -77,7 +77,9 @@ def _without_other_parts(init: Any, settings: Mapping[str, Any]) -> Any:
 
 def _forwarding(sub_class: Any, method: str, name: str) -> Any:
     def forwarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(getattr(self, name), method)(*args, **kwargs)
+        part = getattr(self, name)
+        # Not its forward itself, so that its hooks run too.
+        return (part if method == "forward" else getattr(part, method))(*args, **kwargs)
 
     # Transformers and others read which inputs a model takes.
     forwarded.__signature__ = inspect.signature(getattr(sub_class, method))  # type: ignore[attr-defined]

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from opslot.patchgen import PatchConfig
+from opslot.slots.protocol import ADOPT
 
 patch = PatchConfig("transformers.models.deepseek_v4.modeling_deepseek_v4")
 # New tokens take the experts of the first ones, which are spread over all experts.
 patch.override_method(
     "DeepseekV4PreTrainedModel._resize_token_embeddings",
-    """
+    f"""
 def _resize_token_embeddings(self, *args, **kwargs):
     embeddings = super()._resize_token_embeddings(*args, **kwargs)
-    rows = embeddings.weight.shape[0]
+    self.{ADOPT}(embeddings)
+    return embeddings
+""",
+)
+# The vocabulary may have been resized before `opslot.apply`.
+patch.add_final_block(
+    f"""
+def _resize_tables(self, embeddings=None):
+    rows = (self.get_input_embeddings() if embeddings is None else embeddings).weight.shape[0]
     for router in self.modules():
         if isinstance(router, DeepseekV4HashRouter) and len(router.tid2eid) != rows:
             table = router.tid2eid
             router.tid2eid = table[torch.arange(rows, device=table.device) % len(table)]
-    return embeddings
-""",
+
+
+DeepseekV4PreTrainedModel.{ADOPT} = _resize_tables
+"""
 )

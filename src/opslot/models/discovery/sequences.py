@@ -246,8 +246,21 @@ def _modules(method: ast.FunctionDef) -> set[str]:
 def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[str]) -> str:
     """Why a method or function may mix tokens, or ""."""
     raised = {id(inner) for node in nodes_below(method) if isinstance(node, ast.Raise) for inner in nodes_below(node)}
-    nodes = (node for statement in method.body for node in nodes_below(statement) if id(node) not in raised)
-    return next(filter(None, (_mixing_expression(module, node, seen) for node in nodes)), "")
+    nodes = [node for statement in method.body for node in nodes_below(statement) if id(node) not in raised]
+    mixing = next(filter(None, (_mixing_expression(module, node, seen) for node in nodes)), "")
+    step = next(_single_steps(nodes), "")
+    return mixing or (f"takes {step} in a loop, which may mix tokens" if step else "")
+
+
+def _single_steps(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Where loops over a range take one step at a time of a dim after the first: of tokens, as recurrences do."""
+    loops = [n for n in nodes if isinstance(n, ast.For) and ast.unparse(n.iter).startswith("range(")]
+    for loop in loops:
+        step = ast.unparse(loop.target)
+        for node in nodes_below(loop):
+            indices = node.slice.elts if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) else []
+            if step in map(ast.unparse, indices[1:]):
+                yield ast.unparse(node)
 
 
 def _mixing_expression(module: ModuleView, node: ast.AST, seen: frozenset[str]) -> str:

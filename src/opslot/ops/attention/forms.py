@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.source import nodes_below
-from opslot.slots.protocol import ATTENTION_OPTIONS, CU_SEQLENS_FOR_FLASH
+from opslot.slots.protocol import ATTENTION_OPTIONS, CU_SEQLENS_FOR_FLASH, MASKS_OF
 
 OP = "attention"
 _PLAIN = "softmax(scale q k + mask) v"
@@ -168,6 +168,39 @@ class CuSeqlensForFlash:
                 yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
 
 
+@dataclass(frozen=True)
+class MasksOfOneImplementation:
+    """Attention that reads any mask as one implementation makes it.
+
+    Sparse attention whose indexer adds any mask to scores: Transformers' sdpa gives it none, or one of bools, so that
+    GLM's in Transformers 5.9 selects and sees later tokens. Attention without the interface that reads bools: Gemma 4's
+    of audio up to 5.17, which sees what eager attention's masks hide.
+    """
+
+    def find(self, module: ModuleView) -> Iterator[Skip | ClassFact]:
+        for name, forward in module.methods():
+            if _is_sparse(module, forward):
+                if _adds_given_masks(module):
+                    yield ClassFact(name, MASKS_OF, "eager")
+            elif "attention_mask.logical_not()" in module.text(forward) and "Attention" in name:
+                yield ClassFact(name, MASKS_OF, "sdpa")
+                yield Skip(name, OP, "computes attention itself, with masks of bools")
+
+
+def _is_sparse(module: ModuleView, forward: str) -> bool:
+    """Whether a method attends to the keys that an indexer selects."""
+    calls = module.calls(forward, "attention_interface")
+    return bool({keyword.arg for call in calls for keyword in call.keywords} & _SPARSE)
+
+
+def _adds_given_masks(module: ModuleView) -> bool:
+    """Whether a class's forward adds attention_mask to something where it is not None, whatever its dtype."""
+    methods = (module.upstream.find(forward) for _, forward in module.methods())
+    branches = (node for m in methods if m is not None for node in nodes_below(m) if isinstance(node, ast.If))
+    given = (node.body for node in branches if ast.unparse(node.test) == "attention_mask is not None")
+    return any(ast.unparse(statement).endswith(" + attention_mask") for body in given for statement in body)
+
+
 def _cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
     """The text of each branch of a method that passes cu_seqlens to a FlashAttention of Transformers."""
     definition = module.upstream.find(forward)
@@ -216,8 +249,9 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     if not calls:
         return "does not call attention_interface(self, query, key, value, attention_mask, ...)"
     given = {keyword.arg for call in calls for keyword in call.keywords}
-    if given & _SPARSE:
-        return "attends to the keys that an indexer selects (sparse attention)"
+    if _is_sparse(module, forward):
+        leaks = "; with Transformers' sdpa it would see later tokens" if _adds_given_masks(module) else ""
+        return f"attends to the keys that an indexer selects (sparse attention{leaks})"
     if given - _ARGUMENTS:
         return f"passes {', '.join(sorted(map(str, given - _ARGUMENTS)))} to attention"
     row = EAGER.get(module.fingerprint(eager) or "")
@@ -323,4 +357,4 @@ def other_masks(module: ModuleView, needed: bool = True) -> str:
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 
 
-FORMS = (Attention(), CuSeqlensForFlash())
+FORMS = (Attention(), CuSeqlensForFlash(), MasksOfOneImplementation())

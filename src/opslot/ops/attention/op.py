@@ -27,7 +27,7 @@ from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.ops.attention.reference import OPTIONS, reference
 from opslot.ops.attention.towers import CU_SEQLENS
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
-from opslot.slots.protocol import attention_options, cu_seqlens_for_flash, skip_reason
+from opslot.slots.protocol import attention_options, cu_seqlens_for_flash, masks_of, skip_reason
 
 PREFIX = "opslot_"
 
@@ -96,7 +96,9 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     if kernel is None:
         # Transformers' code: "eager" if selected, else what the model has, unless no kernel supports it.
         kept = slot.kept and not slot.resolution.explicit
-        return _set(model, previous if kept else "eager")
+        modules = (m for m in model.modules() if m.__dict__.get("config") is model.config)
+        needed = next(filter(None, map(masks_of, modules)), None)
+        return _set(model, needed or (previous if kept else "eager"))
     mask_function: Any = getattr(kernel, "mask_function", None)
     if mask_function is None:
         raise KernelError(

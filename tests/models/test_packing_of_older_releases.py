@@ -1,0 +1,119 @@
+"""Packed documents with code as older releases of Transformers have it, which is not installed here."""
+
+from __future__ import annotations
+
+import types
+from itertools import pairwise
+
+import pytest
+import torch
+
+from opslot.models.discovery import discover
+from opslot.ops.causal_conv1d import forms
+from opslot.patchgen.engine import generate
+from opslot.patchgen.fingerprint import fingerprint
+from opslot.patchgen.source import Release
+
+CONVOLUTION = '''
+def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
+    """Depthwise, causal."""
+    padded = nn.functional.pad(hidden_states, (weight.shape[-1] - 1, 0))
+    return nn.functional.conv1d(padded, weight[:, None], bias, groups=len(weight))
+'''
+# From 5.15 to 5.17: LFM2's convolution takes the index of documents, which its layer gets, and no keyword arguments.
+WITH_INDEX = """
+class ToyMixer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.conv = nn.Conv1d(config, config, 3, groups=config)
+
+    def forward(self, hidden_states, attention_mask=None, seq_idx=None):
+        mixed = hidden_states.transpose(-1, -2)
+        mixed = causal_conv1d_fn(mixed, self.conv.weight.squeeze(1), self.conv.bias, seq_idx=seq_idx)
+        return mixed.transpose(-1, -2)
+"""
+# Before 5.15: no function, and a module that takes neither.
+WITHOUT = """
+class ToyMixer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.conv = nn.Conv1d(config, config, 3, groups=config, padding=2)
+
+    def forward(self, hidden_states, attention_mask=None):
+        length = hidden_states.shape[1]
+        return self.conv(hidden_states.transpose(-1, -2))[..., :length].transpose(-1, -2)
+"""
+# Before 5.15: a recurrence over time, one token after another, as Jamba's without its kernels.
+RECURRENT = """
+class ToyMixer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.decay = nn.Parameter(torch.rand(config))
+
+    def forward(self, hidden_states, attention_mask=None):
+        state, states = torch.zeros_like(hidden_states[:, 0]), []
+        for step in range(hidden_states.shape[1]):
+            state = self.decay * state + hidden_states[:, step, :]
+            states.append(state)
+        return torch.stack(states, dim=1)
+"""
+MODEL = """
+class GradientCheckpointingLayer(nn.Module):
+    pass
+
+
+class PreTrainedModel(nn.Module):
+    _can_record_outputs = {}
+
+
+class ToyDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config):
+        super().__init__()
+        self.mixer = ToyMixer(config)
+        self.mlp = nn.Linear(config, config)
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        mixed = self.mixer(hidden_states=hidden_states, attention_mask=attention_mask{seq_idx})
+        return hidden_states + self.mlp(hidden_states + mixed)
+
+
+class ToyPreTrainedModel(PreTrainedModel):
+    pass
+
+
+class ToyModel(ToyPreTrainedModel):
+    def __init__(self, config):
+        super().__init__()
+        self.layers = nn.ModuleList([ToyDecoderLayer(config) for _ in range(2)])
+
+    def forward(self, hidden_states, position_ids=None, **kwargs):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, **kwargs)
+        return hidden_states
+"""
+SEQ_IDX = ", seq_idx=kwargs.get('seq_idx')"
+
+
+@pytest.mark.parametrize(
+    ("mixer", "seq_idx", "slots"),
+    [(WITH_INDEX, SEQ_IDX, ["ToyMixer"]), (WITHOUT, "", []), (RECURRENT, "", [])],
+    ids=["index of documents", "convolution", "recurrence"],
+)
+def test_packed_documents_equal_the_documents_alone(tmp_path, monkeypatch, mixer, seq_idx, slots):
+    # Any function that computes it: the reviewed one is Transformers'.
+    monkeypatch.setattr(forms, "_REVIEWED", fingerprint(CONVOLUTION.strip()))
+    text = f"import torch\nfrom torch import nn\n{CONVOLUTION}\n{mixer}\n{MODEL.replace('{seq_idx}', seq_idx)}"
+    (tmp_path / "models/toy").mkdir(parents=True)
+    (tmp_path / "models/toy/modeling_toy.py").write_text(text)
+    release = Release("5.9.0", tmp_path)
+    found = discover("toy", release)
+    assert [match.symbol for match in found.matches] == slots
+    module = types.ModuleType("toy")
+    torch.manual_seed(0)
+    exec(generate(found.patch, release).text, vars(module))
+    model = module.ToyModel(8)
+    bounds = [0, 5, 6, 12]
+    x = torch.randn(1, bounds[-1], 8)
+    alone = torch.cat([model(x[:, a:b]) for a, b in pairwise(bounds)], dim=1)
+    assert not torch.allclose(model(x), alone)
+    torch.testing.assert_close(model(x, cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32)), alone)
