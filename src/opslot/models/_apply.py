@@ -50,8 +50,8 @@ def apply(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
             found="no module of an architecture in whose code slots were found",
             hint=(
-                "see what `opslot discover ARCHITECTURE` finds, or declare OpSlots in your own classes and "
-                "call opslot.bind"
+                "see what `opslot discover ARCHITECTURE` finds; a class of your own declares its slots with OpSlot "
+                "(docs/architectures.md)"
             ),
         )
     for module, old, new in moves:
