@@ -169,6 +169,11 @@ def test_output_to_a_closed_pipe_is_not_an_error(monkeypatch):
     assert main(["kernels"]) == 0
 
 
+def test_no_command_prints_the_commands(capsys):
+    assert main([]) == 2
+    assert "opslot discover mistral" in capsys.readouterr().err
+
+
 def test_unknown_command_exits_2():
     with pytest.raises(SystemExit) as caught:
         main(["trian"])

@@ -35,6 +35,20 @@ def test_packed_documents_equal_the_documents_alone(arch):
     assert found.result == "passed", found.detail
 
 
+def test_alibi_of_several_rows():
+    """It comes as [rows * heads, 1, tokens]."""
+    config = tiny_config("bloom")
+    original = random_model(config).eval()
+    model = copy.deepcopy(original)
+    opslot.apply(model, "eager")
+    ids = torch.arange(3, 36).reshape(3, 11)
+    positions = torch.cat([torch.arange(6), torch.arange(5)]).expand(3, -1)
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        alone = [original(input_ids=document, use_cache=False).logits for document in ids.split([6, 5], 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def deepseek_v4():
     config = tiny_config("deepseek_v4")

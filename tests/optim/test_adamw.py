@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 
+from opslot._base.errors import KernelError
+
 pytest.importorskip("triton")
 
 
@@ -123,3 +125,14 @@ def test_slow_averages_are_exact_from_the_first_step(optimizer_class, steps):
     update = 1e-3 * mean / (1 - 0.9**steps) / (square / (1 - 0.999**steps)).sqrt()
     torch.testing.assert_close(state["exp_avg_sq"].double(), square, rtol=2e-7, atol=0.0)
     torch.testing.assert_close(-ours.detach().double(), update, rtol=5e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["param", "exp_avg", "exp_avg_sq"])
+def test_tensors_with_gaps_raise(name):
+    """The kernel writes to consecutive elements, beyond the end of such a tensor."""
+    from opslot.optim.triton import adamw
+
+    tensors = {each: torch.zeros(4, 6) for each in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    tensors[name] = torch.zeros(4, 12)[:, ::2]
+    with pytest.raises(KernelError, match=f"{name} is not"):
+        adamw(**tensors, step=torch.ones(()), lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)

@@ -74,12 +74,22 @@ def test_patch_error_is_one_message(capsys, tmp_path, monkeypatch):
     assert not (tmp_path / "build").exists()
 
 
+def test_a_module_may_import_the_patch_that_it_extends(tmp_path, monkeypatch, capsys):
+    lines = "from opslot.patchgen import PatchConfig", 'config = PatchConfig("transformers.models.%s.modeling_%s")'
+    (tmp_path / "sibling_patch.py").write_text("\n".join(lines) % ("qwen2", "qwen2"))
+    own = [lines[0], "from sibling_patch import config as sibling", lines[1], "other = sibling"]
+    (tmp_path / "own_patch.py").write_text("\n".join(own) % ("llama", "llama"))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["own_patch", "-o", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'modeling_llama.py'}\n"
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
         (
             ["llamma"],
-            "'llamma' is neither an architecture with slots nor an importable module\n  hint: similar",
+            "'llamma' is neither an architecture with slots nor an importable module\n  hint: did you mean llama",
         ),
         (["json"], "json is not a patch module\n  found: 0 PatchConfigs"),
         (["llama", "--transformers", "five"], "'five' is not a Transformers version"),

@@ -236,10 +236,27 @@ def test_dropping_a_missing_import_raises(rewrite, patch):
         rewrite(BEFORE, patch)
 
 
+def test_dropping_an_import_that_is_still_used_raises(rewrite, patch):
+    patch.drop_import_names("ACT")
+    with pytest.raises(PatchError, match=r"still uses ACT\n  found: ACT in ToyNorm\n  hint: replace or exclude"):
+        rewrite(USES_ACT, patch)
+    patch.add_post_import_block("try:\n    from fast import ACT\nexcept ImportError:\n    ACT = None")
+    assert "    ACT = None\n" in rewrite(USES_ACT, patch)
+
+
 def test_nested_relative_imports_become_absolute(rewrite, patch):
     text = rewrite("def f():\n    from .. import auto\n    from . import x\n    return auto, x\n", patch)
     assert "from transformers.models import auto\n" in text
     assert "from transformers.models.toy import x\n" in text
+
+
+USES_ACT = """
+    from ...activations import ACT
+
+    class ToyNorm:
+        def forward(self, x):
+            return [ACT(y) for y in x]
+"""
 
 
 EXCLUDE = """

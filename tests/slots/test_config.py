@@ -51,8 +51,23 @@ def test_one_error_lists_all_problems(toy, monkeypatch):
 def test_moe_alias_is_the_same_field():
     assert OpsImplementationConfig(moe_experts_implementation="eager").moe_implementation == "eager"
     assert OpsImplementationConfig(moe_implementation="eager").moe_experts_implementation == "eager"
-    with pytest.raises(ConfigError, match="the same field; set one"):
+    with pytest.raises(
+        ConfigError, match="moe_experts_implementation and moe_implementation are the same field; set one"
+    ):
         OpsImplementationConfig(moe_implementation="eager", moe_experts_implementation="eager")
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"rms_norm": "eager"}, "rms_norm is not a field; did you mean rms_norm_implementation?"),
+        ({"overrides": {"model.*": {"preset": "eager"}}}, "preset is not a field; fields are adamw_implementation"),
+    ],
+)
+def test_hints_name_fields_that_can_be_set_there(fields, found):
+    with pytest.raises(ConfigError) as caught:
+        OpsImplementationConfig(**fields)
+    assert found in str(caught.value)
 
 
 def test_errors_are_public():

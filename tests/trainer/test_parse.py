@@ -177,8 +177,14 @@ def test_shipped_configurations_are_valid(file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train: {lr: 1e-3}\ndata: {}\ntrain: {max_steps: 3}\n", "train is given twice in one section.*\n.*line 3"),
-        ("train:\n  lr: 1e-3\n  seed: 1\n  lr: 1e-4\n", "lr is given twice in one section.*\n.*line 4"),
+        (
+            "train: {lr: 1e-3}\ndata: {}\ntrain: {max_steps: 3}\n",
+            r"train is given here\n(.*\n)*.*and again here, in the same section.*\n.*line 3",
+        ),
+        (
+            "train:\n  lr: 1e-3\n  seed: 1\n  lr: 1e-4\n",
+            r"lr is given here\n(.*\n)*.*and again here, in the same section.*\n.*line 4",
+        ),
         ("train: 5", "train is a section, found 5; set its fields, such as train.output_dir"),
         ("train:\n  lr:\n", "train.lr: expected float, found None"),
     ],

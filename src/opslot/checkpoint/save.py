@@ -408,6 +408,11 @@ def _save_configs(model: nn.Module | None, config: Any, folder: Path) -> None:
         config.architectures = [original_class(model).__name__]
         config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), config.dtype)
     config.save_pretrained(folder)
+    if model is not None and getattr(model, "_auto_class", None) is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        # The code of a class that ships with its checkpoints.
+        custom_object_save(original_class(model), folder)
     generation = getattr(model, "generation_config", None)
     if generation is not None and getattr(model, "can_generate", lambda: False)():
         generation.save_pretrained(folder)

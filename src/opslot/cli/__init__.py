@@ -78,6 +78,9 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["port"]:
         print("opslot: `opslot port` is deprecated, use `opslot discover`", file=sys.stderr)
         arguments = ["discover", *arguments[1:]]
+    if not arguments:
+        _parser().print_help(sys.stderr)
+        return 2
     options, rest = _parser().parse_known_args(arguments)
     if rest and options.command != "data":
         _parser().parse_args(arguments)

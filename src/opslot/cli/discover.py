@@ -70,7 +70,11 @@ def _arch_of(name: str) -> tuple[str, Path | None]:
         near = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, 3)
         raise ConfigError(
             f"transformers {installed_release().version} has no architecture {name!r}",
-            hint=f"did you mean {', '.join(near)}?" if near else "",
+            hint=(
+                f"did you mean {', '.join(near)}?"
+                if near
+                else "discovery reads Transformers; a class of your own declares its slots (docs/architectures.md)"
+            ),
         )
     return name, file
 

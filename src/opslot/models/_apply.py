@@ -44,14 +44,14 @@ def apply(
     require_module(model, "opslot.apply")
     config = OpsImplementationConfig.make(ops)
     moves = _plan_moves(model)
-    already = _has_generated_classes(model)
+    already = has_generated_classes(model)
     if not moves and not already:
         raise ConfigError(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
             found="no module of an architecture in whose code slots were found",
             hint=(
-                "see what `opslot discover ARCHITECTURE` finds, or declare OpSlots in your own classes and "
-                "call opslot.bind"
+                "see what `opslot discover ARCHITECTURE` finds; a class of your own declares its slots with OpSlot "
+                "(docs/architectures.md)"
             ),
         )
     for module, old, new in moves:
@@ -116,10 +116,10 @@ def _record_outputs_of(module: Any) -> None:
 
 def has_slots(model: Any) -> bool:
     """Whether `apply` would find anything to bind in `model`."""
-    return bool(_plan_moves(model)) or _has_generated_classes(model)
+    return bool(_plan_moves(model)) or has_generated_classes(model)
 
 
-def _has_generated_classes(model: Any) -> bool:
+def has_generated_classes(model: Any) -> bool:
     """Whether a model has slots already, or only attention that is selected through its config."""
     generated = (architecture_of(cls, generated=True) for module in model.modules() for cls in type(module).__mro__)
     return next(walk_slots(model), None) is not None or any(found is not None for found in generated)

@@ -65,7 +65,7 @@ def build_foundation_model(
         run_device: what kernels are chosen for; default `init_device`, and for "meta" this machine's best device.
         run_dtype: what the model will compute in, where autocast or FSDP2's mixed precision makes that another dtype
             than its parameters', e.g. "bfloat16" for float32 parameters; kernels are chosen for it.
-        trust_remote_code: allow a config class that ships with the checkpoint to run.
+        trust_remote_code: allow config and model classes that ship with the checkpoint (`auto_map`) to run.
 
     Returns:
         The model, in training mode; `opslot.explain(model)` is its kernel table. With OPSLOT_BACKEND=hf it is
@@ -94,7 +94,7 @@ def build_foundation_model(
     dtype = _dtype(torch_dtype, config)
     computed = None if run_dtype is None else floating_dtype(run_dtype, f"run_dtype={run_dtype!r}")
     usable_device(init_device)
-    cls = _model_class(config, architecture, backend)
+    cls = _model_class(config, architecture, backend, trust_remote_code)
     model = _instantiate(cls, config, dtype, init_device, empty=weights_path is not None)
     if backend == "hf":
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
@@ -211,8 +211,8 @@ def _dtype(value: torch.dtype | str | None, config: PreTrainedConfig) -> torch.d
     return floating_dtype(value, f"torch_dtype={value!r}")
 
 
-def _model_class(config: PreTrainedConfig, architecture: str | None, backend: str) -> type:
-    """The class to construct: Transformers' own, or that of an architecture registered with a patch.
+def _model_class(config: PreTrainedConfig, architecture: str | None, backend: str, trust_remote_code: bool) -> type:
+    """The class to construct: Transformers' own, that of a registered architecture, or one beside the checkpoint.
 
     Raises:
         ConfigError: no such class, or nothing in its models gets a slot.
@@ -228,6 +228,8 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
         return (found and found.upstream_class(name)) or cls
     theirs: Any = getattr(transformers, name, None)
     if theirs is None:
+        theirs = _shipped_class(config, name, trust_remote_code)
+    if theirs is None:
         raise ConfigError(
             f"Transformers has no class {name!r} for model_type {model_type!r}",
             hint="give architecture, or architectures in config.json, the name of one that it has",
@@ -235,6 +237,28 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
     if backend == "opslot" and not has_slots(_instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)):
         MODELING_REGISTRY.get(model_type)
     return theirs
+
+
+def _shipped_class(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Any:
+    """The class in Python code that ships with the checkpoint, from the config's `auto_map`; None without one.
+
+    Raises:
+        ConfigError: the code may not run.
+    """
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    for auto_class, entry in (getattr(config, "auto_map", None) or {}).items():
+        if isinstance(entry, str) and entry.rpartition(".")[2] == name:
+            if not trust_remote_code:
+                raise ConfigError(
+                    f"{name} is in Python code that ships with the checkpoint, which runs only if you allow it",
+                    hint="if you trust its author, set model.trust_remote_code (in Python, trust_remote_code=True)",
+                )
+            found = get_class_from_dynamic_module(entry, config.name_or_path)
+            # As the Auto classes do: the code is then saved with the weights.
+            found.register_for_auto_class(auto_class)
+            return found
+    return None
 
 
 def _named_class(config: PreTrainedConfig) -> str | None:

@@ -62,10 +62,10 @@ class Registry:
             near = difflib.get_close_matches(name, names, 1)
             raise ConfigError(
                 f"opslot has no {self._what} {name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
-                found=f"slots in {', '.join(names)}",
+                found=f"it is not among the {len(names)} registered or supported ones; patchgen --list prints these",
                 hint=(
-                    "set OPSLOT_BACKEND=hf to train with Transformers' own class, or add the "
-                    "architecture (CONTRIBUTING.md, one folder)"
+                    "set OPSLOT_BACKEND=hf to train with its own class as it is, or declare slots in a class of your "
+                    "own (docs/architectures.md), or add the architecture (CONTRIBUTING.md)"
                 ),
             )
         return self._factories[name]

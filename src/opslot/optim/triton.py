@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot._base.errors import KernelError
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.distributed.dtensors import local_tensor
 from opslot.optim.partial_adamw import PartialAdamW
@@ -90,6 +91,13 @@ def adamw(
     weight_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contract: see `op.reference`; contiguous tensors, updated in place."""
+    for name, tensor in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if not tensor.is_contiguous():
+            raise KernelError(
+                f"the AdamW kernel updates contiguous tensors; {name} is not",
+                found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                hint="use torch.optim.AdamW for this parameter",
+            )
     count = param.numel()
     if count:
         unit = 1 if count % 16 else 16

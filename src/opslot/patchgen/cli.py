@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from opslot._base.errors import OpslotError, PatchError
@@ -134,14 +135,32 @@ def _target(name: str) -> _Target:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise PatchError(f"importing {name} failed: {error}") from error
-        close = ", ".join(difflib.get_close_matches(name, known_archs(), 3)) or "`patchgen --list` lists some"
+        close = ", ".join(difflib.get_close_matches(name, known_archs(), 3))
         raise PatchError(
-            f"{name!r} is neither an architecture with slots nor an importable module", hint=f"similar names: {close}"
+            f"{name!r} is neither an architecture with slots nor an importable module",
+            hint=f"did you mean {close}?" if close else "patchgen --list lists the supported architectures",
         ) from error
-    patches = [value for value in vars(module).values() if isinstance(value, PatchConfig)]
-    if len(patches) != 1:
-        raise PatchError(f"{name} is not a patch module", found=f"{len(patches)} PatchConfigs", hint="define one in it")
-    return _Target(patches[0].source_module.split(".")[-2], patches[0])
+    patch = _patch_of(module)
+    return _Target(patch.source_module.split(".")[-2], patch)
+
+
+def _patch_of(module: ModuleType) -> PatchConfig:
+    """The module's PatchConfig: `patch` or `config` where it also imports others, which it may extend."""
+    patches = {name: value for name, value in vars(module).items() if isinstance(value, PatchConfig)}
+    if named := [patches[name] for name in ("patch", "config") if name in patches]:
+        return named[0]
+    if len(patches) == 1:
+        return next(iter(patches.values()))
+    arch = module.__name__.removeprefix("transformers.models.").partition(".")[0]
+    raise PatchError(
+        f"{module.__name__} is not a patch module",
+        found=f"{len(patches)} PatchConfigs{': ' if patches else ''}{', '.join(patches)}",
+        hint=(
+            f"give the architecture: patchgen {arch}"
+            if module.__name__.startswith("transformers.models.")
+            else 'define `patch = PatchConfig("transformers.models...")` in it'
+        ),
+    )
 
 
 def _list() -> int:

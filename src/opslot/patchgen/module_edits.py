@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import symtable
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ def finish_module(document: Document) -> None:
     _drop_import_names(document)
     _add_after_imports(document)
     _add_at_the_end(document)
+    _check_dropped_names(document)
     _write_header(document)
 
 
@@ -86,6 +88,32 @@ def _drop_import_names(document: Document) -> None:
             f" imports no {', '.join(sorted(missing))}"
         )
     document.module = replace_nodes(document.module, swaps)
+
+
+def _check_dropped_names(document: Document) -> None:
+    """Raise PatchError for a dropped name that the module still reads and does not bind in another way."""
+    if not document.patch.dropped_imports:
+        return
+    module = symtable.symtable(document.module.code, document.patch.target_file, "exec")
+    bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    readers: dict[str, list[str]] = {}
+    for table in [module, *module.get_children()]:
+        for name in _globals_read(table, nested=table is not module).intersection(document.patch.dropped_imports):
+            readers.setdefault(name, []).append("the module" if table is module else table.get_name())
+    if left := {name: names for name, names in readers.items() if name not in bound}:
+        raise PatchError(
+            f"drop_import_names: {document.patch.source_module} of transformers {document.release.version}"
+            f" still uses {', '.join(sorted(left))}",
+            found="; ".join(f"{name} in {', '.join(sorted(set(names)))}" for name, names in sorted(left.items())),
+            hint="replace or exclude these too, or define the name with add_import or add_post_import_block",
+        )
+
+
+def _globals_read(table: symtable.SymbolTable, nested: bool = True) -> set[str]:
+    """Names of the module that a scope reads, with those inside it."""
+    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+    inside = (_globals_read(child) for child in table.get_children()) if nested else ()
+    return names.union(*inside)
 
 
 def _bound_name(alias: cst.ImportAlias) -> str:

@@ -199,16 +199,19 @@ def _canonical(
     """Resolve aliases; report unknown fields and a field given under two names."""
     aliases = _aliases()
     out: dict[str, str] = {}
+    given: dict[str, str] = {}
     for name, value in fields.items():
         field = aliases.get(name, name)
         if field not in known:
-            near = difflib.get_close_matches(name, [*known, *aliases, "preset", "overrides"], 1)
+            candidates = [*known, *aliases, *(() if where else ("preset", "overrides"))]
+            near = [f"{name}_implementation"] if f"{name}_implementation" in candidates else []
+            near = near or difflib.get_close_matches(name, candidates, 1)
             hint = f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(sorted(known))}"
             problems.append(f"{where}{name} is not a field{hint}")
         elif field in out:
-            problems.append(f"{where}{name} and {where}{field} are the same field; set one of them")
+            problems.append(f"{where}{name} and {where}{given[field]} are the same field; set one of them")
         else:
-            out[field] = value
+            out[field], given[field] = value, name
     return out
 
 

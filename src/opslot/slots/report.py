@@ -93,12 +93,12 @@ class BindingReport:
         cells = [(_count(row.slot, row.modules), f"{row.op}/{row.variant}", row.kernel, row.why) for row in self.rows]
         parts = [(part.symbol, part.op, part.reason) for part in self.skipped]
         tables = [
-            [title, *format_table(("slot", "op", "kernel", "why"), cells)],
+            [title, *format_table(("slot", "op", "kernel", "why"), cells)] if cells else [],
             format_table(("op", "rejected", "why"), rejected) if (rejected := self._rejections()) else [],
             format_table(("without a slot", "op", "why"), parts) if parts else [],
             [self.note] if self.note else [],
         ]
-        return "\n\n".join("\n".join(table) for table in tables if table)
+        return "\n\n".join("\n".join(table) for table in tables if table) or title
 
     def _rejections(self) -> list[tuple[str, str, str]]:
         """One line per op and reason; implementations that share the reason share the line."""

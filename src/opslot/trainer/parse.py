@@ -186,8 +186,8 @@ class _UniqueKeys(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
             if key.value in seen:
-                found = f"{key.value} is given twice in one section; remove one of them"
-                raise yaml.constructor.ConstructorError("first", seen[key.value], found, key.start_mark)
+                first, found = f"{key.value} is given here", "and again here, in the same section; remove one of them"
+                raise yaml.constructor.ConstructorError(first, seen[key.value], found, key.start_mark)
             seen[key.value] = key.start_mark
         return super().construct_mapping(node, deep)
 

@@ -20,8 +20,8 @@ from opslot.data import SampleLoader, TokenLoader, count_targets, evaluation_bat
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
 from opslot.models._own_loss import why_not_causal
+from opslot.models._packing import packing_problem
 from opslot.ops.cross_entropy_loss import loss_only
-from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.generating import generate_answers
 from opslot.trainer.run_data import CHAT_TASKS, RunData, open_tokenizer, set_sample_length
@@ -134,7 +134,7 @@ class TextTrainer(BaseTrainer):
 
     def packing_problem(self, model: PreTrainedModel) -> str | None:
         """Why packed documents would see each other in `model`; None where they don't."""
-        return keeps_sequences(model)
+        return packing_problem(model)
 
     def model_options(self) -> dict[str, Any]:
         """Further options of `build_foundation_model`."""

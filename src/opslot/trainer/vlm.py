@@ -10,8 +10,8 @@ from opslot.data import TokenLoader
 from opslot.data.encoder_cost import linear_patch_cost
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.models._modalities import decoder_of, inlined_inputs
+from opslot.models._packing import packing_problem
 from opslot.models._parts import select
-from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.text import TextTrainer, rounded
 from opslot.trainer.validate import micro_batch_size
@@ -38,7 +38,7 @@ class VLMTrainer(TextTrainer):
         if positions.axes > 1 and not positions.takes_text_axis:
             return f"it takes no positions of documents beside the {positions.axes} axes of its rotary embedding"
         # Encoders compute each image, video and audio by itself.
-        return keeps_sequences(decoder_of(model) or model)
+        return packing_problem(decoder_of(model) or model)
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()

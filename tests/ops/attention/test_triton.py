@@ -331,6 +331,13 @@ def test_unsupported_arguments_raise(change, message):
         attention(Attention(), **arguments)
 
 
+def test_errors_name_the_kernel_that_is_bound():
+    query, key, value = (x.double() for x in tensors())
+    kernel = KERNEL_REGISTRY.load("attention", "causal", "batch_invariant")
+    with pytest.raises(KernelError, match="attn_implementation='batch_invariant' cannot take query"):
+        kernel(Attention(), query, key, value, None)
+
+
 def test_head_tiles_cover_the_head_with_the_fewest_columns():
     assert [head_tiles(width) for width in (8, 16, 24, 32, 48, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)] == [
         *((16, 0), (16, 0), (32, 0), (32, 0), (32, 16), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 0)),

@@ -130,12 +130,15 @@ def _part(document: Document, batch: int, length: int, name: str, x: Any) -> Any
     if not isinstance(x, Tensor) or not (dims := _token_dims(name, x, length)):
         return x
     rows = [dim for dim in range(dims[0]) if x.shape[dim] == batch]
-    if batch > 1 and rows:
+    if name == "alibi" and x.dim() == 3 and x.shape[0] % batch == 0:
+        # Bloom's is [rows * heads, 1, tokens].
+        x = x.unflatten(0, (batch, -1))[document.row]
+    elif batch > 1 and rows:
         x = x.narrow(rows[0], document.row, 1)
     elif batch > 1 and any(size != 1 for size in x.shape[: dims[0]]):
         raise KernelError(
             f"{name} {tuple(x.shape)} of {batch} rows has no dim of rows, so it has no part for each document",
-            hint="pack documents in one row",
+            hint="pack documents in one row (train.micro_batch_size: 1)",
         )
     for dim in dims:
         x = x.narrow(dim, document.start, document.stop - document.start)

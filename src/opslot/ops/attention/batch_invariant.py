@@ -33,7 +33,9 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`attention` of triton.py."""
-    return triton.run(_attend, module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
+    return triton.run(
+        "batch_invariant", _attend, module, query, key, value, attention_mask, dropout, scaling, **kwargs
+    ), None
 
 
 attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]

@@ -29,7 +29,6 @@ from opslot.ops.attention.kernels.forward import launch_forward
 from opslot.ops.attention.kernels.intervals import intervals
 from opslot.ops.attention.reference import causal_of, reject_options
 
-NAME = "attn_implementation='triton'"
 _LOG2E = math.log2(math.e)
 
 
@@ -47,10 +46,11 @@ def attention(
 
     A window without causality is that of FlashAttention: it ends `sliding_window - 1` tokens to either side.
     """
-    return run(attend, module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
+    return run("triton", attend, module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
 
 
 def run(
+    name: str,
     attend: Callable[..., Tensor],
     module: nn.Module,
     query: Tensor,
@@ -61,9 +61,9 @@ def run(
     scaling: float | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Check the arguments and call `attend`, which takes those of the function of that name here."""
-    _check(query, key, value, attention_mask, dropout, scaling)
-    reject_options("triton", kwargs, served=("softcap", "s_aux"))
+    """Check the arguments of kernel `name`, and call `attend`, which takes those of the function of that name here."""
+    _check(name, query, key, value, attention_mask, dropout, scaling)
+    reject_options(name, kwargs, served=("softcap", "s_aux"))
     causal = causal_of(module, kwargs)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -110,24 +110,33 @@ def attend(
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
 ) -> None:
+    kernel = f"attn_implementation={name!r}"
     if dropout:
-        raise KernelError(f"{NAME} has no dropout", hint="set attention_dropout to 0, or use sdpa or flash_attention_2")
-    for name, x in (("query", query), ("key", key), ("value", value)):
+        raise KernelError(
+            f"{kernel} has no dropout", hint="set attention_dropout to 0, or use sdpa or flash_attention_2"
+        )
+    for argument, x in (("query", query), ("key", key), ("value", value)):
         if x.dtype not in FLOATS or x.dtype != query.dtype:
             found = unsupported_dtype(x.dtype) if x.dtype == query.dtype else f"it is {x.dtype}, query {query.dtype}"
-            reject(NAME, name, found, "load the model in one of these dtypes, or use eager")
-    for name, width in (("query", query.shape[-1]), ("value", value.shape[-1])):
+            reject(kernel, argument, found, "load the model in one of these dtypes, or use eager")
+    for argument, width in (("query", query.shape[-1]), ("value", value.shape[-1])):
         if width > 256:
-            reject(NAME, name, f"its head size is {width}, supported are sizes up to 256", "use sdpa or eager")
+            reject(kernel, argument, f"its head size is {width}, supported are sizes up to 256", "use sdpa or eager")
     if query.shape[1] % key.shape[1]:
-        reject(NAME, "key", f"{query.shape[1]} query heads are no multiple of its {key.shape[1]}", "repeat its heads")
+        reject(kernel, "key", f"{query.shape[1]} query heads are no multiple of its {key.shape[1]}", "repeat its heads")
     if mask is not None and mask.dim() != 2:
         found = f"it has {mask.dim()} dimensions, supported is a [B, S] padding mask"
-        reject(NAME, "attention_mask", found, "pass cu_seq_lens_q or sliding_window instead, or use sdpa")
+        reject(kernel, "attention_mask", found, "pass cu_seq_lens_q or sliding_window instead, or use sdpa")
     if scaling is not None and scaling <= 0:
-        reject(NAME, "scaling", f"it is {scaling}", "pass a positive factor")
+        reject(kernel, "scaling", f"it is {scaling}", "pass a positive factor")
 
 
 def _padded(

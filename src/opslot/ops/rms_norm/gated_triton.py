@@ -237,7 +237,7 @@ _norm = differentiable_op(
 
 
 def _apply(x: Tensor, weight: Tensor, gate: Tensor, eps: float, width: int, *form: bool) -> Tensor:
-    label = "rms_norm_gated_implementation='triton'"
+    label = "rms_norm_gated_implementation='triton' or 'batch_invariant'"
     for name, tensor, shape in (
         ("hidden_states", x, x.shape),
         ("weight", weight, x.shape[-1:]),

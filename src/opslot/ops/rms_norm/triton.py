@@ -348,7 +348,7 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residua
         and (residual is None or (residual.dtype in FLOATS and residual.shape == x.shape))
     ):
         return
-    label = f"rms_norm{'_gated' if gate is not None else ''}_implementation='triton'"
+    label = f"rms_norm{'_gated' if gate is not None else ''}_implementation='triton' or 'batch_invariant'"
     wanted = {"hidden_states": (x, x.shape), "weight": (weight, width), "gate": (gate, x.shape)}
     for name, (tensor, shape) in (wanted | {"residual": (residual, x.shape)}).items():
         if tensor is not None and tensor.dtype not in FLOATS:

@@ -27,6 +27,7 @@ _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "once": lambda both: both[..., : both.shape[-1] // 2].contiguous(),
     "first half": lambda both: both[..., : both.shape[-1] // 2],
     "every second": lambda both: both[..., : both.shape[-1] // 2].repeat_interleave(2, dim=-1)[..., ::2],
+    "twice, strided": lambda both: both.repeat_interleave(2, dim=-1)[..., ::2],
 }
 
 
@@ -49,7 +50,8 @@ def _case(
         memory: "tokens" for transposed views of [B, S, heads, D], as projections return; "heads" for contiguous
             [B, heads, S, D]; "fused" for slices of one [B, S, heads + kv_heads, D + 16].
         cos_layout: of cos and sin. "twice" is [.., R] with equal halves, "once" is [.., R/2], "first half" and
-            "every second" are [.., R/2] views of tensors that have each element twice, in NeoX or GPT-J layout.
+            "every second" are [.., R/2] views of tensors that have each element twice, in NeoX or GPT-J layout;
+            "twice, strided" is "twice" as a view of a tensor of twice the width.
     """
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
@@ -91,9 +93,10 @@ def make_benchmark_case(ratio: int, cos_layout: str) -> Callable[[Mapping[str, i
 def cases(ratio: int = 1, cos_layout: str = "twice") -> list[InputCase]:
     """The cases of the variants that take [B, heads, S, D]; the rotary size is D / `ratio`."""
 
-    def case(name: str, sizes: tuple[int, int, int, int, int], **options: Any) -> InputCase:
-        return _case(name, sizes, rotary=sizes[-1] // ratio, cos_layout=cos_layout, **options)
+    def case(name: str, sizes: tuple[int, int, int, int, int], layout: str = cos_layout, **options: Any) -> InputCase:
+        return _case(name, sizes, rotary=sizes[-1] // ratio, cos_layout=layout, **options)
 
+    strided = [case("strided angles", (1, 6, 4, 2, 32), "twice, strided")] if cos_layout == "twice" else []
     return [
         case("grouped heads", (2, 9, 8, 2, 64)),
         case("odd heads", (2, 5, 7, 3, 80), cos_batch=1),
@@ -103,6 +106,7 @@ def cases(ratio: int = 1, cos_layout: str = "twice") -> list[InputCase]:
         case("fused projection", (2, 4, 4, 2, 32), memory="fused"),
         case("tokens before heads", (2, 6, 4, 2, 48), unsqueeze_dim=2),
         case("fp32 angles", (1, 6, 4, 2, 32), cos_dtype=torch.float32),
+        *strided,
         case("no tokens", (1, 0, 4, 2, 32)),
         case("16384 tokens, 32 and 8 heads of 128", (2, 8192, 32, 8, 128), cos_batch=1, role="bench"),
     ]

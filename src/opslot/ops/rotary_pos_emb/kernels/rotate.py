@@ -175,8 +175,8 @@ def _rotary_kernel(
     if SHARED_COS:
         cos_second, sin_second = cos_first, sin_first
     else:
-        cos_second = tl.load(cos_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-        sin_second = tl.load(sin_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+        cos_second = tl.load(cos_ptr + (HALF + pair) * COS_STRIDE, mask=inside, other=0.0).to(tl.float32)
+        sin_second = tl.load(sin_ptr + (HALF + pair) * COS_STRIDE, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(2):
         # A constant, which is 0 without k.
         if (Q_HEADS, K_HEADS)[i] > 0:
