@@ -123,6 +123,21 @@ def test_loss_equals_that_of_transformers_processor_and_thinker(omni_settings, t
     assert again.forward(batch, again.count_targets(batch)).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_features_of_audio_are_those_of_the_processor_without_padding(omni_settings, tmp_path):
+    from opslot.data.media import load_audio
+
+    trainer = trainer_of(omni_settings, tmp_path)
+    audio = load_audio("0.wav", tmp_path / "samples", 16_000)
+    theirs = trainer.encoder.processor(text=["<|AUDIO|>"], audio=[audio], return_tensors="pt")
+    tokens, (extra,) = trainer.train_set.tokens(1)[0]["token"], trainer.train_set.extras(1)
+    ours = trainer.encoder.features(extra, torch.tensor(tokens.astype("int64")))
+    assert (ours["input_features"].shape[-1], theirs["input_features"].shape[-1]) == (23, 200)
+    ours, theirs = (
+        found["input_features"].transpose(1, 2)[found["feature_attention_mask"].bool()] for found in (ours, theirs)
+    )
+    assert torch.equal(ours, theirs)
+
+
 def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, train):
     from tests.omni import qwen2_5_omni
 
@@ -149,6 +164,7 @@ def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, t
     [
         ({"array": [], "sampling_rate": 16_000}, "length zero"),
         ("missing.wav", "cannot be read"),
+        ({"array": [0.5] * 40_000, "sampling_rate": 16_000}, r"2\.5 s, of which the model gets the first 2\.0 s"),
         ("chat.jsonl", "not a 16-bit PCM WAV file|does not decode"),
     ],
 )
@@ -160,6 +176,7 @@ def test_bad_audio_raises_or_is_counted(omni_settings, tmp_path, train, source, 
     code, _, err = train()
     assert code == 2
     assert re.search(rf"bad.jsonl, line 7: .*({problem})", err)
+    assert err.count("data.on_bad_sample: skip") == 1
     code, out, err = train("--data.on_bad_sample=skip")
     assert code == 0, err
     assert "1 samples left out: malformed" in out
