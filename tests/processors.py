@@ -195,7 +195,7 @@ def _settings(cls, config):
         found["num_additional_image_tokens"] = 1
     if "img_size" in taken:
         found |= {"img_size": vision.image_size, "downsample_factor": config.downsample_factor}
-    if "audio_seq_length" in taken:
+    if "audio_seq_length" in taken and hasattr(config, "audio_soft_tokens_per_image"):
         found["audio_seq_length"] = config.audio_soft_tokens_per_image
     for name in _SIZE_OF_SEQUENCE:
         if name in taken:

@@ -296,8 +296,8 @@ class MultimodalEncoder(ChatEncoder):
     def _masks_audio(self) -> bool:
         """Whether the model computes features only of the frames of audio that are not padding."""
         modules = self.positions.model.modules()
-        methods = {getattr(type(module), "get_audio_features", None) for module in modules} - {None}
-        return any("[feature_attention_mask.bool()]" in inspect.getsource(method) for method in methods)
+        classes = {type(module) for module in modules if hasattr(module, "get_audio_features")}
+        return any("[feature_attention_mask.bool()]" in inspect.getsource(c.get_audio_features) for c in classes)
 
     def _load(self, description: dict[str, Any]) -> tuple[dict[str, list[Any]], list[int | None]]:
         """Images, videos and audio of a sample; and for each audio, the number of the video that it is the track of."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -76,13 +75,11 @@ def cut_audio(extractor: Any, audio: Sequence[Any], mask: torch.Tensor | None) -
     return ""
 
 
-@functools.cache
 def takes_audio_in_video(processor: type) -> bool:
     """Whether a processor interleaves the audio tracks of videos."""
     return _source_has(processor, "use_audio_in_video")
 
 
-@functools.cache
 def takes_frame_rate(processor: type) -> bool:
     """Whether a processor takes the rate of the frames of all videos, with a default in place of their own rates."""
     return _source_has(processor, "video_second_per_grid")
