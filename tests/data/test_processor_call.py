@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from opslot.data.media import Limits, Video, load_video
-from opslot.data.processor_call import call_processor, takes_audio_in_video
+from opslot.data.processor_call import call_processor, source_has
 
 
 class Omni(transformers.Qwen2_5OmniProcessor):
@@ -29,7 +29,7 @@ def video(sampled, total, fps=10.0):
 
 def call(videos=(), audio=(), tracks=(), masks_audio=False):
     media = {"image": [], "video": list(videos), "audio": list(audio)}
-    return call_processor(Omni(), "text", media, tracks, masks_audio=masks_audio)
+    return call_processor(Omni(), "text", media, tracks, takes_frame_rate=True, masks_audio=masks_audio)
 
 
 def test_frames_have_the_rate_of_their_video():
@@ -69,8 +69,11 @@ def test_audio_is_padded_to_a_window_after_its_end():
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"])
-def test_omni_processors_take_audio_of_videos(name):
-    assert takes_audio_in_video(type("Own", (getattr(transformers, name),), {}))
+def test_omni_processors_are_recognized(name):
+    own = type("Own", (getattr(transformers, name),), {})
+    assert source_has(own, "use_audio_in_video")
+    assert source_has(own, "video_second_per_grid")
+    assert not source_has(transformers.Qwen3VLProcessor, "video_second_per_grid")
 
 
 @pytest.mark.parametrize(("max_fps", "count"), [(None, 6), (2, 4), (0.1, 1), (100, 6)])

@@ -37,7 +37,7 @@ from opslot.data.media import (
 )
 from opslot.data.media_parts import COLUMNS, separate_media
 from opslot.data.packing import MediaDocument
-from opslot.data.processor_call import call_processor, cut_audio, takes_audio_in_video
+from opslot.data.processor_call import call_processor, cut_audio, source_has
 from opslot.data.records import ByteRange, Location
 from opslot.data.rope_positions import RopePositions
 
@@ -99,7 +99,8 @@ class MultimodalEncoder(ChatEncoder):
     ) -> None:
         self.processor: Any = processor
         self.use_audio_in_video = use_audio_in_video
-        if use_audio_in_video and not takes_audio_in_video(type(processor)):
+        self._takes_frame_rate = source_has(type(processor), "video_second_per_grid")
+        if use_audio_in_video and not source_has(type(processor), "use_audio_in_video"):
             raise ConfigError(
                 f"data.use_audio_in_video: {type(processor).__name__} does not take the audio of videos",
                 hint="remove the setting, or use an omni model such as qwen3_omni_moe",
@@ -285,7 +286,15 @@ class MultimodalEncoder(ChatEncoder):
         """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
         options = {"return_tensors": "pt", "add_special_tokens": self.plain}
         try:
-            return call_processor(self.processor, text, media, tracks, masks_audio=self._masks_audio, **options)
+            return call_processor(
+                self.processor,
+                text,
+                media,
+                tracks,
+                takes_frame_rate=self._takes_frame_rate,
+                masks_audio=bool(media["audio"]) and self._masks_audio,
+                **options,
+            )
         except REJECTED:
             tokens = (getattr(self.processor, f"{kind}_token", None) for kind in KINDS)
             if any(media.values()) or any(isinstance(token, str) and token in text for token in tokens):

@@ -17,6 +17,7 @@ def call_processor(
     media: dict[str, list[Any]],
     tracks: Sequence[int | None],
     *,
+    takes_frame_rate: bool,
     masks_audio: bool,
     **options: Any,
 ) -> Any:
@@ -25,6 +26,7 @@ def call_processor(
     Args:
         media: by kind, images, `Video`s and samples of audio, in the order of the text.
         tracks: for each audio, the number of the video that it is the track of; None for audio by itself.
+        takes_frame_rate: the processor takes one rate of frames for all videos, with a default.
         masks_audio: the model computes features only of the frames in `feature_attention_mask`, so the padding of
             audio to the longest that the processor takes (5 minutes, 15 MB, for Qwen-Omni) is left out.
         options: of the processor.
@@ -42,7 +44,7 @@ def call_processor(
     videos: list[Video] = media["video"]
     if videos:
         arguments |= _of_videos(videos)
-    rates = [video.sampled_fps for video in videos] if takes_frame_rate(type(processor)) else []
+    rates = [video.sampled_fps for video in videos] if takes_frame_rate else []
     if rates:
         arguments["fps"] = rates[0]
     if any(track is not None for track in tracks):
@@ -75,17 +77,8 @@ def cut_audio(extractor: Any, audio: Sequence[Any], mask: torch.Tensor | None) -
     return ""
 
 
-def takes_audio_in_video(processor: type) -> bool:
-    """Whether a processor interleaves the audio tracks of videos."""
-    return _source_has(processor, "use_audio_in_video")
-
-
-def takes_frame_rate(processor: type) -> bool:
-    """Whether a processor takes the rate of the frames of all videos, with a default in place of their own rates."""
-    return _source_has(processor, "video_second_per_grid")
-
-
-def _source_has(processor: type, name: str) -> bool:
+def source_has(processor: type, name: str) -> bool:
+    """Whether Transformers' code of a processor has a name."""
     theirs = (cls for cls in processor.__mro__ if cls.__module__.startswith("transformers"))
     return any(name in inspect.getsource(cls) for cls in theirs)
 
