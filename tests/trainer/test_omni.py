@@ -138,15 +138,38 @@ def test_features_of_audio_are_those_of_the_processor_without_padding(omni_setti
     assert torch.equal(ours, theirs)
 
 
-def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, train):
+def write_checkpoint_with_speech(folder):
+    """Weights of the whole model; returns its class."""
     from tests.omni import qwen2_5_omni
 
-    config = json.loads((tmp_path / "omni" / "config.json").read_text()) | {"enable_audio_output": True}
+    config = json.loads((folder / "config.json").read_text()) | {"enable_audio_output": True}
     tiny = qwen2_5_omni().to_dict()
     config |= {name: tiny[name] for name in ("talker_config", "token2wav_config")}
-    (tmp_path / "omni" / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     cls = transformers.Qwen2_5OmniForConditionalGeneration
-    cls(transformers.AutoConfig.from_pretrained(tmp_path / "omni")).save_pretrained(tmp_path / "omni")
+    cls(transformers.AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    torch.save({"Chelsie": {}}, folder / "spk_dict.pt")
+    return cls
+
+
+def test_adapters_of_the_thinker_load_beside_the_speech_parts(omni_settings, tmp_path, train):
+    """Names such as q_proj and "0" are those of modules of the talker and the vocoder too."""
+    from peft import PeftModel
+
+    cls = write_checkpoint_with_speech(tmp_path / "omni")
+    omni_settings["model"] = {"model_path": str(tmp_path / "omni")}
+    omni_settings["lora"] = {"r": 2}
+    omni_settings["train"]["max_steps"] = 1
+    code, _, err = train()
+    assert code == 0, err
+    model = PeftModel.from_pretrained(cls.from_pretrained(tmp_path / "omni"), tmp_path / "out" / "hf")
+    adapted = [name for name, _ in model.named_parameters() if "lora_B" in name]
+    assert adapted
+    assert all(name.startswith("base_model.model.thinker.") for name in adapted)
+
+
+def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, train):
+    write_checkpoint_with_speech(tmp_path / "omni")
     omni_settings["model"] = {"model_path": str(tmp_path / "omni"), "export_excluded": True}
     omni_settings["train"] |= {"freeze": ["vision", "audio"]}
     code, out, err = train()
