@@ -166,9 +166,7 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
             is_pattern = field == "lora.target_modules" and isinstance(targets, str)
             found = [path for path, _ in model.named_modules() if path and _matches(path, name, is_pattern)]
             if name in PARTS and not is_pattern and (pattern := _pattern_of_part(model, name)):
-                problems.append(
-                    f"{field}: {name} is a part of the model, and not a linear layer; set it to '{pattern}'"
-                )
+                problems.append(f"{field}: {name} is a part, and not a linear layer; set it to '{pattern}'")
             elif not found:
                 problems.append(f"{field}: {name} matches no module")
                 if is_pattern and any(_matches(path, name, False) for path, _ in model.named_modules()):
