@@ -49,7 +49,7 @@ def write_checkpoint(folder, model_type):
     for name in ("vocab_size", "vocab_size_per_layer_input"):
         if getattr(text, name, None):
             setattr(text, name, len(tokenizer) + 8)
-    text.max_position_embeddings = 4096
+    text.max_position_embeddings = 8192
     for place, name in enumerate(("vision_config", "audio_config")):
         if hasattr(getattr(thinker, name, None), "vocab_offset"):
             # Embeddings of their own, behind those of text.
@@ -115,9 +115,11 @@ def _part(name, model_type, config):
     if name == "video_processor":
         from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
-        found = VIDEO_PROCESSOR_MAPPING_NAMES[model_type]
+        known = VIDEO_PROCESSOR_MAPPING_NAMES
     else:
-        found = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[model_type]
+        known = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+    # Checkpoints of some mixtures of experts name the class of the dense model.
+    found = known.get(model_type) or known[model_type.removesuffix("_moe")]
     names = [name for name in (found.values() if isinstance(found, dict) else [found]) if name]
     cls = getattr(transformers, next((n for n in names if n.endswith("Pil")), names[0]))
     return cls(**_sizes(cls, config, vision))
@@ -193,7 +195,7 @@ def _settings(cls, config):
         found["num_additional_image_tokens"] = 1
     if "img_size" in taken:
         found |= {"img_size": vision.image_size, "downsample_factor": config.downsample_factor}
-    if "audio_seq_length" in taken:
+    if "audio_seq_length" in taken and hasattr(config, "audio_soft_tokens_per_image"):
         found["audio_seq_length"] = config.audio_soft_tokens_per_image
     for name in _SIZE_OF_SEQUENCE:
         if name in taken:

@@ -55,6 +55,28 @@ def test_tensors_and_optimizer_round_trip_bit_for_bit(tmp_path):
     assert (state["step"], state["tokens_seen"], kernels) == (3, 9, {"rows": []})
 
 
+def test_parameter_without_a_gradient_so_far(tmp_path):
+    """An encoder before its first sample: its optimizer state begins when it gets a gradient."""
+
+    def build():
+        model = torch.nn.ModuleDict({"text": torch.nn.Linear(2, 2), "vision": torch.nn.Linear(2, 2)})
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = build()
+    model["text"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    folder = checkpointing.write_snapshot(tmp_path, snapshot(1, model, optimizer))
+    other, other_optimizer = build()
+    load_snapshot(folder, other, other_optimizer)
+    assert other_optimizer.state.keys() == {*other["text"].parameters()}
+    for own, own_optimizer in ((model, optimizer), (other, other_optimizer)):
+        own["vision"](torch.ones(1, 2)).sum().backward()
+        own_optimizer.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_newest_checkpoints_are_kept_and_leftovers_removed(tmp_path):
     (tmp_path / ".unfinished-step_00000001").mkdir()
     (tmp_path / "step_00000009").mkdir()

@@ -1,21 +1,26 @@
-"""configs/families: each is valid, and its settings fit the model."""
+"""configs/families: each is valid, its settings fit the model, and it trains a tiny checkpoint of its family."""
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
+import yaml
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from opslot.data.rope_positions import RopePositions
 from opslot.models import build_foundation_model, trained_config
 from opslot.models._parts import parts_of
 from opslot.trainer import load_config
-from opslot.trainer.processors import multimodal_class
+from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.processors import load_processor, multimodal_class
 from opslot.trainer.validate import validate
 from opslot.trainer.vlm import VLMTrainer
 from opslot.verify.tiny import shrink
 from tests import omni
+from tests.trainer.test_processors import write_run
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "families").glob("*.yaml"))
 
@@ -51,3 +56,34 @@ def test_family_configuration(file, tmp_path, monkeypatch):
         assert VLMTrainer.packing_problem(trainer, model) is None
     if run.train.ep_size > 1:
         assert any("experts" in parameter for parameter, _ in model.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_family_trains(file, settings, tmp_path, train):
+    """From weights with their processor to an export that Transformers loads, with the file's own settings."""
+    name = file.stem
+    samples = write_run(name, settings, tmp_path)
+    cls = getattr(transformers, multimodal_class(transformers.AutoConfig.from_pretrained(tmp_path)))
+    cls._from_config(transformers.AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    if name == "qwen2_5_omni":
+        # The voices, which Transformers reads with the talker.
+        torch.save({"Chelsie": {}}, tmp_path / "spk_dict.pt")
+    given = yaml.safe_load(file.read_text())
+    given["model"]["model_path"] = str(tmp_path)
+    given["data"] |= {key: settings["data"][key] for key in ("train_path", "cache_dir")}
+    # The video of an omni model has up to 4268 tokens.
+    given["data"] |= {"max_seq_len": 5120, "max_tokens_per_batch": 5120, "num_workers": 1, "on_bad_sample": "error"}
+    given["train"] |= settings["train"] | {"global_batch_size": 1, "max_steps": 2, "warmup_steps": 0}
+    if "ep_size" in given["train"]:
+        given["train"]["ep_size"] = 1
+    settings.clear()
+    settings |= given
+    code, out, error = train()
+    assert code == 0, error
+    assert f"in {len(samples)} samples" in out
+    curve = [record["loss"] for record in read_metrics(tmp_path / "out")]
+    assert curve[1] < curve[0]
+    assert type(load_processor(tmp_path / "out" / "hf")).__name__
+    reloaded = cls.from_pretrained(tmp_path / "out" / "hf")
+    assert any(not torch.equal(p, q) for p, q in zip(reloaded.parameters(), cls.from_pretrained(tmp_path).parameters()))

@@ -123,15 +123,53 @@ def test_loss_equals_that_of_transformers_processor_and_thinker(omni_settings, t
     assert again.forward(batch, again.count_targets(batch)).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, train):
+def test_features_of_audio_are_those_of_the_processor_without_padding(omni_settings, tmp_path):
+    from opslot.data.media import load_audio
+
+    trainer = trainer_of(omni_settings, tmp_path)
+    audio = load_audio("0.wav", tmp_path / "samples", 16_000)
+    theirs = trainer.encoder.processor(text=["<|AUDIO|>"], audio=[audio], return_tensors="pt")
+    tokens, (extra,) = trainer.train_set.tokens(1)[0]["token"], trainer.train_set.extras(1)
+    ours = trainer.encoder.features(extra, torch.tensor(tokens.astype("int64")))
+    assert (ours["input_features"].shape[-1], theirs["input_features"].shape[-1]) == (23, 200)
+    ours, theirs = (
+        found["input_features"].transpose(1, 2)[found["feature_attention_mask"].bool()] for found in (ours, theirs)
+    )
+    assert torch.equal(ours, theirs)
+
+
+def write_checkpoint_with_speech(folder):
+    """Weights of the whole model; returns its class."""
     from tests.omni import qwen2_5_omni
 
-    config = json.loads((tmp_path / "omni" / "config.json").read_text()) | {"enable_audio_output": True}
+    config = json.loads((folder / "config.json").read_text()) | {"enable_audio_output": True}
     tiny = qwen2_5_omni().to_dict()
     config |= {name: tiny[name] for name in ("talker_config", "token2wav_config")}
-    (tmp_path / "omni" / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     cls = transformers.Qwen2_5OmniForConditionalGeneration
-    cls(transformers.AutoConfig.from_pretrained(tmp_path / "omni")).save_pretrained(tmp_path / "omni")
+    cls(transformers.AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    torch.save({"Chelsie": {}}, folder / "spk_dict.pt")
+    return cls
+
+
+def test_adapters_of_the_thinker_load_beside_the_speech_parts(omni_settings, tmp_path, train):
+    """Names such as q_proj and "0" are those of modules of the talker and the vocoder too."""
+    from peft import PeftModel
+
+    cls = write_checkpoint_with_speech(tmp_path / "omni")
+    omni_settings["model"] = {"model_path": str(tmp_path / "omni")}
+    omni_settings["lora"] = {"r": 2}
+    omni_settings["train"]["max_steps"] = 1
+    code, _, err = train()
+    assert code == 0, err
+    model = PeftModel.from_pretrained(cls.from_pretrained(tmp_path / "omni"), tmp_path / "out" / "hf")
+    adapted = [name for name, _ in model.named_parameters() if "lora_B" in name]
+    assert adapted
+    assert all(name.startswith("base_model.model.thinker.") for name in adapted)
+
+
+def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, train):
+    write_checkpoint_with_speech(tmp_path / "omni")
     omni_settings["model"] = {"model_path": str(tmp_path / "omni"), "export_excluded": True}
     omni_settings["train"] |= {"freeze": ["vision", "audio"]}
     code, out, err = train()
@@ -149,6 +187,7 @@ def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, t
     [
         ({"array": [], "sampling_rate": 16_000}, "length zero"),
         ("missing.wav", "cannot be read"),
+        ({"array": [0.5] * 40_000, "sampling_rate": 16_000}, r"2\.5 s, of which the model gets the first 2\.0 s"),
         ("chat.jsonl", "not a 16-bit PCM WAV file|does not decode"),
     ],
 )
@@ -160,6 +199,7 @@ def test_bad_audio_raises_or_is_counted(omni_settings, tmp_path, train, source, 
     code, _, err = train()
     assert code == 2
     assert re.search(rf"bad.jsonl, line 7: .*({problem})", err)
+    assert err.count("data.on_bad_sample: skip") == 1
     code, out, err = train("--data.on_bad_sample=skip")
     assert code == 0, err
     assert "1 samples left out: malformed" in out

@@ -91,6 +91,24 @@ def test_adapters_are_exported_with_the_processor(vlm_settings, tmp_path, train)
     torch.testing.assert_close(merged.state_dict()[name], model.state_dict()[name])
 
 
+def test_adapters_on_a_part_raise_with_its_layers(vlm_settings, train):
+    import re
+
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    base = vlm_settings["model"]["model_path"] = vlm_settings["model"].pop("config_path")
+    AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
+    vlm_settings["lora"] = {"r": 2, "target_modules": ["vision"]}
+    code, _, err = train()
+    assert code == 2
+    message = " ".join(err.split())
+    pattern = re.search("vision is a part, and not a linear layer; set it to '(.+?)'", message)[1]
+    vlm_settings["lora"]["target_modules"] = pattern
+    vlm_settings["train"]["max_steps"] = 1
+    code, _, err = train()
+    assert code == 0, err
+
+
 def test_package_that_a_processor_or_a_model_needs_is_named(vlm_settings, monkeypatch):
     from transformers import AutoConfig, PreTrainedModel
 

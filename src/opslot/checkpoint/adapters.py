@@ -26,6 +26,7 @@ from opslot.checkpoint.model_tensors import clean_fqn
 from opslot.checkpoint.safetensors_file import TensorSpec, write_safetensors
 from opslot.distributed import is_first_rank, on_all_ranks
 from opslot.distributed.dtensors import full_tensor, local_tensor
+from opslot.slots.protocol import trained_model
 
 ADAPTER = "default"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -221,6 +222,8 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
     if config.init_lora_weights in FROM_WEIGHTS:
         _subtract_initial(model, config, whole)
     config.inference_mode = True
+    if trained_model(model) is not model:
+        _name_targets_in_full(model, config)
 
     def write() -> None:
         if not is_first_rank():
@@ -232,6 +235,16 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
 
     on_all_ranks(write) if any(isinstance(tensor, DTensor) for tensor in own.values()) else write()
     return folder
+
+
+def _name_targets_in_full(model: nn.Module, config: Any) -> None:
+    """Let the config name each adapted module and parameter by its path, which no part that this model is built
+    without has (the talker of omni models)."""
+    layers = [(clean_fqn(path), getattr(layer, "parameter_name", None)) for path, layer in adapter_layers(model)]
+    if config.target_modules:
+        config.target_modules = sorted(path for path, parameter in layers if parameter is None)
+    if config.target_parameters:
+        config.target_parameters = sorted(f"{path}.{parameter}" for path, parameter in layers if parameter is not None)
 
 
 def _subtract_initial(model: nn.Module, config: Any, tensors: dict[str, Tensor]) -> None:

@@ -151,6 +151,11 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
         if changes:
             raise damaged(folder, *changes)
         _check_model(folder, model_state)
+        known = {_parameter_of(key) for key in MetadataReader(folder).read_metadata().state_dict_metadata} - {""}
+        # A parameter that had no gradient so far, as those of an encoder before its first sample, has no state.
+        for state in (held["state"], optimizer_state["state"]) if known else ():
+            for name in state.keys() - known:
+                del state[name]
         with _single_process_allowed() as no_dist:
             dcp.load(tensors, storage_reader=MetadataReader(folder), planner=LoadPlanner(), no_dist=no_dist)
     except CheckpointError:
@@ -166,6 +171,12 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
     )
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+def _parameter_of(key: str) -> str:
+    """The parameter whose optimizer state a key of a checkpoint is of; "" for another key."""
+    prefix = "optimizer.state."
+    return key.removeprefix(prefix).rpartition(".")[0] if key.startswith(prefix) else ""
 
 
 def _state_dicts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

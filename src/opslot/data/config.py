@@ -38,6 +38,8 @@ class DataConfig:
         max_pixels: task vlm scales larger images and video frames down to at most this many pixels before the
             processor, which has its own limits; default no further limit.
         max_frames: frames that task vlm samples uniformly from a longer video.
+        max_fps: frames per second that task vlm samples at most from a video; default all, up to max_frames. Most
+            checkpoints were trained at 2.
         use_audio_in_video: read the audio tracks of videos too (omni models).
         sample_by: what a document is in a plain text file: the file (above 4 MiB it is split at ends of lines), a line,
             or a paragraph (up to a blank line).
@@ -76,6 +78,7 @@ class DataConfig:
     label_names: list[str] | None = None
     max_pixels: int | None = None
     max_frames: int = 64
+    max_fps: float | None = None
     use_audio_in_video: bool = False
     sample_by: Literal["document", "line", "paragraph"] = "document"
     max_seq_len: int | None = None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 # Part of every cache key: increase it when the same text must be tokenized differently or is stored differently.
-_FORMAT = 5
+_FORMAT = 6
 # Text of a shard: a few seconds of tokenizing on one core.
 SHARD_BYTES = 4 << 20
 _POLL_SECONDS = 0.05

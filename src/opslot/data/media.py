@@ -37,10 +37,12 @@ class Limits:
     Attributes:
         max_pixels: larger images and frames are scaled down to at most this many pixels; None keeps their size.
         max_frames: longer videos are sampled uniformly to this many frames.
+        max_fps: videos are sampled to at most this many frames per second, where their own rate is known; None for all.
     """
 
     max_pixels: int | None = None
     max_frames: int = 64
+    max_fps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Video:
     indices: list[int]
     total: int
     fps: float
+
+    @property
+    def sampled_fps(self) -> float:
+        """Mean rate of the frames per second of the original video."""
+        return len(self.indices) * self.fps / self.total
 
 
 def load_image(source: Any, folder: Path, limits: Limits) -> Image:
@@ -110,11 +117,11 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
     listed = isinstance(value, list) and bool(value) and not isinstance(value[0], list)
     if isinstance(value, np.ndarray) or (isinstance(value, list) and value and not listed):
         pixels = _pixels(value, (4,), "a video")
-        indices = _sampled(len(pixels), limits.max_frames, source)
+        indices = _sampled(len(pixels), fps, limits, source)
         frames = [load_image(pixels[index], folder, limits) for index in indices]
         return _video(frames, indices, len(pixels), fps)
     if isinstance(value, list):
-        indices = _sampled(len(value), limits.max_frames, source)
+        indices = _sampled(len(value), fps, limits, source)
         frames = [load_image(value[index], folder, limits) for index in indices]
         return _video(frames, indices, len(value), fps)
     data = _read(value, folder)
@@ -286,10 +293,13 @@ def _scaled(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
     return max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
 
 
-def _sampled(count: int, most: int, source: Any) -> list[int]:
-    """Numbers of at most `most` of `count` frames, evenly spaced."""
+def _sampled(count: int, fps: float, limits: Limits, source: Any) -> list[int]:
+    """Numbers of those of `count` frames, at `fps` per second or 0, that are read: evenly spaced."""
     if count == 0:
         raise MediaError(f"the video {describe(source)} has no frames")
+    most = limits.max_frames
+    if limits.max_fps is not None and fps:
+        most = min(most, max(1, round(count * limits.max_fps / fps)))
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
 
@@ -309,14 +319,15 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
         return None
     try:
         total = getattr(image, "n_frames", 1)
-        indices = _sampled(total, limits.max_frames, source)
+        fps = 1000 / (image.info.get("duration") or 42)
+        indices = _sampled(total, fps, limits, source)
         frames = []
         for index in indices:
             image.seek(index)
             frames.append(load_image(image.copy(), Path(), limits))
     except Exception as error:
         raise MediaError(f"the video {describe(source)} does not decode ({error})") from error
-    return _video(frames, indices, total, 1000 / (image.info.get("duration") or 42))
+    return _video(frames, indices, total, fps)
 
 
 def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
@@ -343,11 +354,11 @@ def _torchcodec() -> Any:
 
 def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
     decoder = _torchcodec().VideoDecoder(data)
-    total = len(decoder)
-    indices = _sampled(total, limits.max_frames, source)
+    total, fps = len(decoder), float(decoder.metadata.average_fps or 0)
+    indices = _sampled(total, fps, limits, source)
     pixels = (decoder.get_frame_at(index).data.permute(1, 2, 0).numpy() for index in indices)
     frames = [load_image(frame, folder, limits) for frame in pixels]
-    return _video(frames, indices, total, float(decoder.metadata.average_fps or 0))
+    return _video(frames, indices, total, fps)
 
 
 def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
@@ -355,7 +366,7 @@ def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> V
         stream = container.streams.video[0]
         total = sum(1 for _ in container.decode(stream))
         fps = float(stream.average_rate or 0)
-        indices = _sampled(total, limits.max_frames, source)
+        indices = _sampled(total, fps, limits, source)
         container.seek(0)
         wanted, frames = set(indices), []
         for number, frame in enumerate(container.decode(stream)):

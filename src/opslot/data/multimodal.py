@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ from opslot.data.media import (
     KINDS,
     Limits,
     MediaError,
-    Video,
     from_bytes,
     load_audio,
     load_audio_track,
@@ -37,6 +37,7 @@ from opslot.data.media import (
 )
 from opslot.data.media_parts import COLUMNS, separate_media
 from opslot.data.packing import MediaDocument
+from opslot.data.processor_call import call_processor, cut_audio, source_has
 from opslot.data.records import ByteRange, Location
 from opslot.data.rope_positions import RopePositions
 
@@ -98,7 +99,8 @@ class MultimodalEncoder(ChatEncoder):
     ) -> None:
         self.processor: Any = processor
         self.use_audio_in_video = use_audio_in_video
-        if use_audio_in_video and not _takes_audio_in_video(type(processor)):
+        self._takes_frame_rate = source_has(type(processor), "video_second_per_grid")
+        if use_audio_in_video and not source_has(type(processor), "use_audio_in_video"):
             raise ConfigError(
                 f"data.use_audio_in_video: {type(processor).__name__} does not take the audio of videos",
                 hint="remove the setting, or use an omni model such as qwen3_omni_moe",
@@ -124,6 +126,7 @@ class MultimodalEncoder(ChatEncoder):
             "processor": f"content {digest(repr(sorted(map(repr, _flat(settings)))))}",
             "data.max_pixels": self.limits.max_pixels,
             "data.max_frames": self.limits.max_frames,
+            **({} if self.limits.max_fps is None else {"data.max_fps": self.limits.max_fps}),
         }
 
     def render(self, record: Mapping[str, Any], columns: Sequence[str]) -> list[Rendered]:
@@ -146,7 +149,7 @@ class MultimodalEncoder(ChatEncoder):
                 if self.on_bad_sample == "skip":
                     counts["malformed"] += 1
                 else:
-                    problems.append(f"{where}: {error}; set data.on_bad_sample: skip to leave such samples out")
+                    problems.append(f"{where}: {error}")
 
     def _document(
         self, where: Location, sample: Rendered, media: list[tuple[str, Any]], counts: Counter[str]
@@ -159,8 +162,8 @@ class MultimodalEncoder(ChatEncoder):
             "text": sample.text,
             "media": [list(item) for item in used],
         }
-        loaded, has_tracks = self._load(description)
-        inputs, expanded = self._process(description, loaded, has_tracks)
+        loaded, tracks = self._load(description)
+        inputs, expanded = self._process(description, loaded, tracks)
         ids = inputs["input_ids"][0]
         tokens = np.empty(len(ids), LABELED)
         tokens["token"] = ids
@@ -168,10 +171,13 @@ class MultimodalEncoder(ChatEncoder):
         if self.has_prefix:
             description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
         self._check_placeholders(ids, inputs, used, sample.text)
-        self._rotary_positions(ids, inputs, has_tracks)
+        problem = cut_audio(self._component("audio"), loaded["audio"], inputs.get("feature_attention_mask"))
+        if problem:
+            raise SampleError(problem)
+        self._rotary_positions(ids, inputs, tracks)
         placeholder = torch.isin(ids, torch.tensor(self.media_tokens))
         tokens["label"][placeholder.numpy()] = IGNORE_INDEX
-        kept = self._shortened(tokens, placeholder, counts)
+        kept = self._shortened(tokens, placeholder, {kind for kind, _ in used}, counts)
         if kept is None:
             return None
         return MediaDocument(kept, to_bytes(description), encoder_cost(self.config, inputs))
@@ -191,15 +197,19 @@ class MultimodalEncoder(ChatEncoder):
             spans = moved_spans(sample.text, expanded, spans, self._placeholders(sample.text))
         return trained_tokens(spans, encoded["offset_mapping"])
 
-    def _shortened(self, tokens: np.ndarray, placeholder: torch.Tensor, counts: Counter[str]) -> np.ndarray | None:
+    def _shortened(
+        self, tokens: np.ndarray, placeholder: torch.Tensor, kinds: Set[str], counts: Counter[str]
+    ) -> np.ndarray | None:
         """At most `max_seq_len` tokens with a trained one among them; None without. Media are never cut."""
+        limits = {"video": "data.max_frames or data.max_pixels", "image": "data.max_pixels"}
+        fix = next((f"lower {limit}, " for kind, limit in limits.items() if kind in kinds), "")
         kept: np.ndarray | None = limit_length(
             tokens,
             self.max_seq_len,
             self.long_samples,
             counts,
             can_truncate=not placeholder[self.max_seq_len :].any(),
-            other_fix="lower data.max_pixels, ",
+            other_fix=fix,
         )
         if kept is not None and (kept["label"][1:] == IGNORE_INDEX).all():
             counts["without a trained token"] += 1
@@ -215,15 +225,15 @@ class MultimodalEncoder(ChatEncoder):
         description = from_bytes(extra)
         where = description["where"]
         try:
-            loaded, has_tracks = self._load(description)
-            inputs, _ = self._process(description, loaded, has_tracks)
+            loaded, tracks = self._load(description)
+            inputs, _ = self._process(description, loaded, tracks)
             ids = inputs["input_ids"][0]
             if not torch.equal(ids[: len(tokens)], tokens):
                 raise DataError(
                     f"{where}: its images, video or audio have changed since it was tokenized",
                     hint="restore the files, or delete the token cache (data.cache_dir) and start a new run",
                 )
-            positions = self._rotary_positions(ids, inputs, has_tracks)
+            positions = self._rotary_positions(ids, inputs, tracks)
         except SampleError as error:
             raise DataError(
                 f"{where}: {error}",
@@ -244,10 +254,11 @@ class MultimodalEncoder(ChatEncoder):
         return {**found, "position_ids": positions[:, : len(tokens)]}
 
     def _rotary_positions(
-        self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], has_tracks: bool
+        self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], tracks: Sequence[int | None]
     ) -> torch.Tensor:
         """int64 [axes, S] for the tokens [S] of a sample with what the processor returned."""
         found = {name: value for name, value in inputs.items() if name not in _OWN}
+        has_tracks = any(track is not None for track in tracks)
         try:
             return self.positions(ids, {**found, "use_audio_in_video": True} if has_tracks else found)
         except REJECTED as error:
@@ -257,13 +268,13 @@ class MultimodalEncoder(ChatEncoder):
             ) from error
 
     def _process(
-        self, description: dict[str, Any], loaded: dict[str, list[Any]], has_tracks: bool
+        self, description: dict[str, Any], loaded: dict[str, list[Any]], tracks: Sequence[int | None]
     ) -> tuple[dict[str, torch.Tensor], str]:
         """The processor's outputs for a sample with its loaded media, and its text with all placeholders."""
         recorder = _Recorder(self.tokenizer)
         self.processor.tokenizer = recorder
         try:
-            outputs = self._call(recorder, description["text"], loaded, has_tracks)
+            outputs = self._call(recorder, description["text"], loaded, tracks)
         except REJECTED as error:
             raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
         finally:
@@ -271,23 +282,38 @@ class MultimodalEncoder(ChatEncoder):
         found = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         return found, recorder.text
 
-    def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], has_tracks: bool) -> Any:
+    def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], tracks: Sequence[int | None]) -> Any:
         """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
         options = {"return_tensors": "pt", "add_special_tokens": self.plain}
-        settings = {"use_audio_in_video": True} if has_tracks else {}
         try:
-            return self.processor(text=[text], **options, **_arguments(media), **settings)
+            return call_processor(
+                self.processor,
+                text,
+                media,
+                tracks,
+                takes_frame_rate=self._takes_frame_rate,
+                masks_audio=bool(media["audio"]) and self._masks_audio,
+                **options,
+            )
         except REJECTED:
             tokens = (getattr(self.processor, f"{kind}_token", None) for kind in KINDS)
             if any(media.values()) or any(isinstance(token, str) and token in text for token in tokens):
                 raise
             return tokenizer([text], **options)
 
-    def _load(self, description: dict[str, Any]) -> tuple[dict[str, list[Any]], bool]:
-        """Images, videos and audio of a sample, and whether its videos have audio, which is in the audio then."""
+    @cached_property
+    def _masks_audio(self) -> bool:
+        """Whether the model computes features only of the frames of audio that are not padding."""
+        modules = self.positions.model.modules()
+        classes = {type(module) for module in modules if hasattr(module, "get_audio_features")}
+        return any("[feature_attention_mask.bool()]" in inspect.getsource(c.get_audio_features) for c in classes)
+
+    def _load(self, description: dict[str, Any]) -> tuple[dict[str, list[Any]], list[int | None]]:
+        """Images, videos and audio of a sample; and for each audio, the number of the video that it is the track of."""
         folder = Path(description["folder"])
         media: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        tracks: list[bool] = []
+        tracks: list[int | None] = []
+        are_silent: list[bool] = []
         for kind, source in description["media"]:
             component = self._component(kind)
             if component is None:
@@ -300,19 +326,22 @@ class MultimodalEncoder(ChatEncoder):
                     if self.use_audio_in_video:
                         rate = self._component("audio").sampling_rate
                         track = load_audio_track(source, folder, rate)
-                        tracks.append(track is not None)
-                        # In the order of the text, as other audio.
-                        media["audio"] += [] if track is None else [track]
+                        are_silent.append(track is None)
+                        if track is not None:
+                            # In the order of the text, as other audio.
+                            media["audio"].append(track)
+                            tracks.append(len(media["video"]) - 1)
                 else:
                     media[kind].append(load_audio(source, folder, component.sampling_rate))
+                    tracks.append(None)
             except MediaError as error:
                 raise SampleError(str(error)) from error
-        if len({*tracks}) > 1:
+        if len({*are_silent}) > 1:
             raise SampleError(
                 "some of its videos have an audio track and others have none; set data.use_audio_in_video: false, or "
                 "split the sample"
             )
-        return media, any(tracks)
+        return media, tracks
 
     def _component(self, kind: str) -> Any:
         """The part of the processor for a kind of media, or None."""
@@ -417,29 +446,6 @@ def _used(sample: Rendered, media: list[tuple[str, Any]]) -> list[tuple[str, Any
         if isinstance(part, Mapping)
     )
     return media[:count]
-
-
-def _arguments(media: dict[str, list[Any]]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    if media["image"]:
-        arguments["images"] = media["image"]
-    if media["audio"]:
-        arguments["audio"] = media["audio"]
-    videos: list[Video] = media["video"]
-    if videos:
-        arguments["videos"] = [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in videos]
-        arguments["do_sample_frames"] = False
-        # Some processors read it and do not ask for it themselves.
-        arguments["return_metadata"] = True
-        arguments["video_metadata"] = [
-            {"total_num_frames": video.total, "fps": video.fps, "frames_indices": video.indices} for video in videos
-        ]
-    return arguments
-
-
-def _takes_audio_in_video(processor: type) -> bool:
-    theirs = (cls for cls in processor.__mro__ if cls.__module__.startswith("transformers"))
-    return any("use_audio_in_video" in inspect.getsource(cls) for cls in theirs)
 
 
 def _missing(kind: str) -> str:

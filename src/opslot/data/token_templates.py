@@ -74,7 +74,7 @@ class TokenTemplateEncoder(MultimodalEncoder):
         return trained
 
     def _process(
-        self, description: dict[str, Any], loaded: dict[str, list[Any]], has_tracks: bool
+        self, description: dict[str, Any], loaded: dict[str, list[Any]], tracks: Sequence[int | None]
     ) -> tuple[dict[str, torch.Tensor], str]:
         known = json.loads(description["text"])
         messages = self._with_media(known["messages"], loaded)

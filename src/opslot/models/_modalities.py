@@ -63,6 +63,15 @@ class Towers:
         config = holder.config
         reader = holder.get_encoder() if getattr(config, "is_encoder_decoder", False) else holder.get_decoder()
         reader.register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+
+
+def alias_outputs(model: nn.Module) -> None:
+    """Let a sharded model with encoders return other tensors than those that the loss is computed from.
+
+    FSDP gathers parameters in backward when a gradient reaches an output. Features of images are an output too, on
+    ranks with images alone, and a view of a tensor in some models.
+    """
+    if feature_module(model) is not None:
         model.register_forward_hook(_alias_outputs, prepend=True)
 
 
@@ -103,11 +112,7 @@ def _methods(holder: Any) -> list[str]:
 
 
 def _alias_outputs(model: nn.Module, args: Any, outputs: Any) -> Any:
-    """Forward hook, before FSDP's: outputs that the loss is not computed from.
-
-    FSDP gathers parameters in backward when a gradient reaches an output. Features of images are an output too, on
-    ranks with images alone.
-    """
+    """Forward hook, before FSDP's."""
     return pytree.tree_map_only(Tensor, lambda x: _Alias.apply(x) if x.requires_grad else x, outputs)
 
 

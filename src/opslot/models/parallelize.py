@@ -20,7 +20,7 @@ from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
 from opslot.models._conditional import add_zero_of_skipped_modules, transformers_model
 from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
 from opslot.models._linear_adapters import fuse_linear_adapters
-from opslot.models._modalities import find_towers
+from opslot.models._modalities import alias_outputs, find_towers
 from opslot.models._quantized_experts import with_quantized_experts
 from opslot.models._registry import architecture_of
 from opslot.models._sequence import prepare_ulysses, with_ulysses
@@ -122,6 +122,8 @@ def parallelize(
     if towers is not None:
         add_zero_of_skipped_modules(model)
         towers.run_on_every_rank(model)
+    if state.mesh is not None:
+        alias_outputs(model)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from opslot._base.errors import ConfigError, list_problems
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import ADAPTER, adapter_layers
 from opslot.models._build import classifier_heads
+from opslot.models._parts import PARTS, parts_of
 from opslot.slots import walk_slots
 from opslot.trainer.config import LoraConfig
 
@@ -163,7 +165,9 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
         for name in names:
             is_pattern = field == "lora.target_modules" and isinstance(targets, str)
             found = [path for path, _ in model.named_modules() if path and _matches(path, name, is_pattern)]
-            if not found:
+            if name in PARTS and not is_pattern and (pattern := _pattern_of_part(model, name)):
+                problems.append(f"{field}: {name} is a part, and not a linear layer; set it to '{pattern}'")
+            elif not found:
                 problems.append(f"{field}: {name} matches no module")
                 if is_pattern and any(_matches(path, name, False) for path, _ in model.named_modules()):
                     problems[-1] += f" (a string is a regular expression for full names; use [{name}] for a name)"
@@ -173,6 +177,23 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
             list_problems(f"adapters cannot be added to {type(model).__name__}", problems),
             hint=f"modules that can have one: {', '.join(_candidates(model))}",
         )
+
+
+def _pattern_of_part(model: nn.Module, part: str) -> str:
+    """A regular expression for the linear layers of a part; "" where it has none."""
+    parameters = set(parts_of(model)[part])
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and f"{path}.weight" in parameters and module is not head
+    ]
+    if not paths:
+        return ""
+    levels = zip(*(path.split(".")[:-1] for path in paths), strict=False)
+    start = r"\.".join(names[0] for names in itertools.takewhile(lambda names: len({*names}) == 1, levels))
+    names = dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths)
+    return rf"{start}\..*({'|'.join(names)})"
 
 
 def _matches(path: str, name: str, is_pattern: bool) -> bool:

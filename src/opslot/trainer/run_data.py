@@ -340,7 +340,7 @@ def _multimodal_encoder(
         trained,
         positions,
         data.sample_length,
-        Limits(data.max_pixels, data.max_frames),
+        Limits(data.max_pixels, data.max_frames, data.max_fps),
         data.use_audio_in_video,
         PlaceholderCheck(positions),
         train_on=data.train_on,

@@ -149,7 +149,7 @@ def _no_effect(config: RunConfig) -> list[str]:
     only = {
         ("sft", "vlm"): ("chat_template", "train_on"),
         ("classification",): ("label_field", "label_names"),
-        ("vlm",): ("max_pixels", "max_frames", "use_audio_in_video"),
+        ("vlm",): ("max_pixels", "max_frames", "max_fps", "use_audio_in_video"),
         ("pretrain", "classification"): ("text_field",),
         ("pretrain", "sft", "vlm"): ("append_eos",),
         ("sft", "vlm", "classification"): ("long_samples", "on_bad_sample"),
@@ -210,6 +210,8 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
     above_zero = {"train.lr": train.lr, "train.num_epochs": train.num_epochs, "train.optimizer.eps": optimizer.eps}
     if train.logging.peak_tflops is not None:
         above_zero["train.logging.peak_tflops"] = train.logging.peak_tflops
+    if data.max_fps is not None:
+        above_zero["data.max_fps"] = data.max_fps
     above_zero |= {f"train.lr_of.{name}": value for name, value in (train.lr_of or {}).items()}
     problems += [f"{name}={value} must be above 0" for name, value in above_zero.items() if not value > 0]
     finite = {**above_zero, "train.weight_decay": train.weight_decay}

@@ -51,7 +51,7 @@ class VLMTrainer(TextTrainer):
         taken = inspect.signature(type(model).forward).parameters
         by_row = bool(inlined_inputs(model)) and ("cross_attention_mask" in taken or not self.encoder.media_tokens)
         size = micro_batch_size(self.config.train)
-        if by_row and size > 1:
+        if by_row and size > 1 and not self.config.data.packing:
             raise ConfigError(
                 f"{type(model).__name__} takes images by row of a batch, not by placeholder, so a row without images "
                 "would get those of another",

@@ -1,0 +1,108 @@
+"""Calls of a checkpoint's processor with the media of one sample."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from opslot.data.media import Video
+
+
+def call_processor(
+    processor: Any,
+    text: str,
+    media: dict[str, list[Any]],
+    tracks: Sequence[int | None],
+    *,
+    takes_frame_rate: bool,
+    masks_audio: bool,
+    **options: Any,
+) -> Any:
+    """What `processor` returns for one sample.
+
+    Args:
+        media: by kind, images, `Video`s and samples of audio, in the order of the text.
+        tracks: for each audio, the number of the video that it is the track of; None for audio by itself.
+        takes_frame_rate: the processor takes one rate of frames for all videos, with a default.
+        masks_audio: the model computes features only of the frames in `feature_attention_mask`, so the padding of
+            audio to the longest that the processor takes (5 minutes, 15 MB, for Qwen-Omni) is left out.
+        options: of the processor.
+
+    Raises:
+        ValueError: videos with tracks whose frames have different rates.
+    """
+    arguments: dict[str, Any] = {}
+    if media["image"]:
+        arguments["images"] = media["image"]
+    if media["audio"]:
+        arguments["audio"] = media["audio"]
+        if masks_audio:
+            arguments["audio_kwargs"] = {"max_length": _padded_length(processor.feature_extractor, media["audio"])}
+    videos: list[Video] = media["video"]
+    if videos:
+        arguments |= _of_videos(videos)
+    rates = [video.sampled_fps for video in videos] if takes_frame_rate else []
+    if rates:
+        arguments["fps"] = rates[0]
+    if any(track is not None for track in tracks):
+        if len({round(rate, 6) for rate in rates}) > 1:
+            raise ValueError(
+                f"the frames of its videos have different rates ({', '.join(f'{rate:.3g}' for rate in rates)} per "
+                "second), and their audio is aligned at one rate; lower data.max_fps, or split the sample"
+            )
+        arguments |= _of_tracks(processor, tracks)
+    outputs = processor(text=[text], **options, **arguments)
+    if rates:
+        steps = processor.video_processor.temporal_patch_size
+        outputs["video_second_per_grid"] = torch.tensor([steps / rate for rate in rates])
+    return outputs
+
+
+def cut_audio(extractor: Any, audio: Sequence[Any], mask: torch.Tensor | None) -> str:
+    """What is wrong where an extractor left out the end of an audio; "" for nothing.
+
+    Args:
+        mask: of the frames that it returned for each audio, [audios, frames]; None where it returns none.
+    """
+    if mask is None or len(mask) != len(audio):
+        return ""
+    for samples, frames in zip(audio, mask.sum(-1).tolist(), strict=True):
+        kept = frames * extractor.hop_length
+        if kept + extractor.n_fft < len(samples):
+            seconds, limit = (count / extractor.sampling_rate for count in (len(samples), kept))
+            return f"has audio of {seconds:.1f} s, of which the model gets the first {limit:.1f} s; split it"
+    return ""
+
+
+def source_has(processor: type, name: str) -> bool:
+    """Whether Transformers' code of a processor has a name."""
+    theirs = (cls for cls in processor.__mro__ if cls.__module__.startswith("transformers"))
+    return any(name in inspect.getsource(cls) for cls in theirs)
+
+
+def _of_videos(videos: Sequence[Video]) -> dict[str, Any]:
+    return {
+        "videos": [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in videos],
+        "do_sample_frames": False,
+        # Some processors read it and do not ask for it themselves.
+        "return_metadata": True,
+        "video_metadata": [
+            {"total_num_frames": video.total, "fps": video.fps, "frames_indices": video.indices} for video in videos
+        ],
+    }
+
+
+def _of_tracks(processor: Any, tracks: Sequence[int | None]) -> dict[str, Any]:
+    if hasattr(processor, "_resolve_audio_from_video"):
+        return {"load_audio_from_video": True, "audio_from_video_indices": list(tracks)}
+    # Transformers before 5.23.
+    return {"use_audio_in_video": True}
+
+
+def _padded_length(extractor: Any, audio: Sequence[Any]) -> int:
+    """Samples of the longest audio and of silence that a window at its end reaches, in whole frames."""
+    longest = max(map(len, audio)) + extractor.n_fft
+    return min(int(extractor.n_samples), -(-longest // extractor.hop_length) * extractor.hop_length)

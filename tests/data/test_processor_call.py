@@ -1,0 +1,85 @@
+"""What a processor is called with: rates of frames, audio tracks of videos, padding of audio."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from opslot.data.media import Limits, Video, load_video
+from opslot.data.processor_call import call_processor, source_has
+
+
+class Omni(transformers.Qwen2_5OmniProcessor):
+    """Returns what it was called with."""
+
+    def __init__(self):
+        self.video_processor = SimpleNamespace(temporal_patch_size=2)
+        self.feature_extractor = SimpleNamespace(n_fft=400, hop_length=160, n_samples=480_000)
+
+    def __call__(self, **arguments):
+        return arguments
+
+
+def video(sampled, total, fps=10.0):
+    frames = np.zeros((sampled, 4, 4, 3), np.uint8)
+    return Video(frames, np.linspace(0, total - 1, sampled).round().astype(int).tolist(), total, fps)
+
+
+def call(videos=(), audio=(), tracks=(), masks_audio=False):
+    media = {"image": [], "video": list(videos), "audio": list(audio)}
+    return call_processor(Omni(), "text", media, tracks, takes_frame_rate=True, masks_audio=masks_audio)
+
+
+def test_frames_have_the_rate_of_their_video():
+    """The default of Qwen-Omni's processors is 2 frames per second, whatever the rate of the video."""
+    assert call([video(10, 40)])["fps"] == 2.5
+    outputs = call([video(10, 40), video(10, 20)])
+    torch.testing.assert_close(outputs["video_second_per_grid"], torch.tensor([0.8, 0.4]))
+
+
+def test_audio_of_videos_at_different_rates_raises():
+    track = np.zeros(16_000, np.float32)
+    call([video(10, 20), video(5, 10)], [track, track], [0, 1])
+    with pytest.raises(ValueError, match=r"different rates \(2.5, 5 per second\)"):
+        call([video(10, 40), video(10, 20)], [track, track], [0, 1])
+
+
+@pytest.mark.skipif(
+    not hasattr(Omni, "_resolve_audio_from_video"), reason="Transformers before 5.23 pairs videos and audio by itself"
+)
+def test_audio_beside_the_tracks_of_videos():
+    """Each audio is marked as a track or as audio by itself, which Transformers requires."""
+    track = np.zeros(16_000, np.float32)
+    found = call([video(10, 20)], [track, track], [None, 0])
+    assert found["load_audio_from_video"]
+    assert found["audio_from_video_indices"] == [None, 0]
+    assert "load_audio_from_video" not in call([video(10, 20)], [track], [None])
+
+
+def test_audio_is_padded_to_a_window_after_its_end():
+    """Not to 30 seconds, or 300 of Qwen-Omni's checkpoints."""
+    short = np.zeros(1_000, np.float32)
+    assert call(audio=[short], tracks=[None], masks_audio=True)["audio_kwargs"] == {"max_length": 1_440}
+    assert call(audio=[short, np.zeros(10**6)], tracks=[None] * 2, masks_audio=True)["audio_kwargs"] == {
+        "max_length": 480_000
+    }
+    assert "audio_kwargs" not in call(audio=[short], tracks=[None])
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"])
+def test_omni_processors_are_recognized(name):
+    own = type("Own", (getattr(transformers, name),), {})
+    assert source_has(own, "use_audio_in_video")
+    assert source_has(own, "video_second_per_grid")
+    assert not source_has(transformers.Qwen3VLProcessor, "video_second_per_grid")
+
+
+@pytest.mark.parametrize(("max_fps", "count"), [(None, 6), (2, 4), (0.1, 1), (100, 6)])
+def test_frames_per_second_are_bounded(tmp_path, max_fps, count):
+    pixels = np.zeros((20, 4, 4, 3), np.uint8)
+    found = load_video({"array": pixels, "fps": 10}, tmp_path, Limits(max_frames=6, max_fps=max_fps))
+    assert len(found.frames) == count
+    # Of frames of an unknown rate, none is left out.
+    assert len(load_video({"array": pixels}, tmp_path, Limits(max_fps=0.1)).frames) == 20
