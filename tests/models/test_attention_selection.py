@@ -240,6 +240,33 @@ def test_indexers_that_add_any_mask_are_found(add, found):
     assert ("it would see later tokens" in skip.reason) == found
 
 
+OWN_MASK = """
+class ToyAttention(nn.Module):
+    def forward(self, query, attention_mask, **kwargs):
+        mask = self.own_mask(query, attention_mask=attention_mask)
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+        return attention_interface(self, query, query, query, attention_mask=mask, **kwargs)
+
+    def own_mask(self, query, attention_mask):
+        if attention_mask is not None:
+            query = query + attention_mask
+        return query
+
+
+class ToyModel(nn.Module):
+    def forward(self, x):
+        return create_causal_mask(inputs_embeds=x{always})
+"""
+
+
+@pytest.mark.parametrize(("always", "found"), [("", True), (", allow_is_causal_skip=False", False)])
+def test_own_masks_that_are_added_to_a_causal_one_are_found(always, found):
+    """Doge's up to Transformers 5.17, which gets no mask with sdpa."""
+    module = ModuleView(UpstreamModule("toy", "5.9.0", OWN_MASK.replace("{always}", always)))
+    facts = [(fact.name, fact.value) for fact in MasksOfOneImplementation().find(module)]
+    assert facts == ([("ToyAttention", "eager")] if found else [])
+
+
 def test_attention_without_the_interface_that_reads_bools_is_skipped():
     """In Transformers 5.9 and 5.17, Gemma 4's of audio, which reads masks of eager attention the wrong way."""
     text = """

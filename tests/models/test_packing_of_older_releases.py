@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from opslot.models.discovery import discover
+from opslot.models.discovery.sequences import WholeSequences
 from opslot.ops.causal_conv1d import forms
 from opslot.patchgen.engine import generate
 from opslot.patchgen.fingerprint import fingerprint
-from opslot.patchgen.source import Release
+from opslot.patchgen.forms import ModuleView
+from opslot.patchgen.source import Release, UpstreamModule
+from opslot.slots.protocol import KEEPS_SEQUENCES
 
 CONVOLUTION = '''
 def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
@@ -117,3 +120,30 @@ def test_packed_documents_equal_the_documents_alone(tmp_path, monkeypatch, mixer
     alone = torch.cat([model(x[:, a:b]) for a, b in pairwise(bounds)], dim=1)
     assert not torch.allclose(model(x), alone)
     torch.testing.assert_close(model(x, cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32)), alone)
+
+
+# Up to 5.17 Moshi makes a mask only of padding, and its attention is causal by itself without one.
+MASKS = """
+class ToyDecoderLayer(nn.Module):
+    def forward(self, hidden_states, attention_mask=None):
+        return self.attention(hidden_states, attention_mask)
+
+
+class ToyPreTrainedModel(PreTrainedModel):
+    pass
+
+
+class ToyModel(ToyPreTrainedModel):
+    def forward(self, hidden_states, attention_mask=None, position_ids=None):
+        causal_mask = None
+        {condition}
+            causal_mask = create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+        return self.layer(hidden_states, causal_mask)
+"""
+
+
+@pytest.mark.parametrize(("condition", "kept"), [("if attention_mask is not None:", True), ("if True:", False)])
+def test_masks_made_of_padding_only_keep_sequences(condition, kept):
+    module = ModuleView(UpstreamModule("toy", "5.9.0", MASKS.replace("{condition}", condition)))
+    facts = [(fact.name, fact.attribute) for fact in WholeSequences().find(module)]
+    assert (("ToyPreTrainedModel", KEEPS_SEQUENCES) in facts) == kept

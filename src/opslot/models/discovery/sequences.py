@@ -100,7 +100,10 @@ class WholeSequences:
             elif not layers and name in module.models:
                 yield ClassFact(name, KEEPS_SEQUENCES, "it has no decoder layers")
             elif name in module.models and (reason := masks_without_positions(module)):
-                yield ClassFact(name, MASKS_WITHOUT_POSITIONS, reason)
+                # Without the interface no kernel is bound that would separate documents.
+                bound = any("ALL_ATTENTION_FUNCTIONS" in module.text(cls) for cls in module.classes)
+                own = not bound and any(_made_for_padding_only(module))
+                yield ClassFact(name, KEEPS_SEQUENCES if own else MASKS_WITHOUT_POSITIONS, reason)
         parts = parts_of(module, layers)
         for name in parts:
             if reason := _mixes(module, name):
@@ -318,7 +321,11 @@ def masks_without_positions(module: ModuleView) -> str:
     Documents are separated by position_ids that restart.
     """
     given = {text for calls in calls_to_give_positions(module).values() for text in calls}
-    if _calls_without_positions(module) <= given and not any(_pads_itself(module)):
+    if (
+        _calls_without_positions(module) <= given
+        and not any(_pads_itself(module))
+        and not any(_made_for_padding_only(module))
+    ):
         return ""
     return "its masks are made without position_ids, so packed documents would attend to each other"
 
@@ -348,6 +355,19 @@ def _pads_itself(module: ModuleView) -> Iterator[str]:
         ones = _targets(node for node in assigned if ast.unparse(node.value).startswith("torch.ones("))
         given = {ast.unparse(k.value) for call in calls for k in call.keywords if k.arg == "attention_mask"}
         if ones & given:
+            yield method
+
+
+def _made_for_padding_only(module: ModuleView) -> Iterator[str]:
+    """The methods that make a mask only where they get one of padding, which packed sequences do not have."""
+    for method in module.callers(*_MASKS):
+        definition = module.upstream.find(method)
+        branches = (node for node in nodes_below(definition) if isinstance(node, ast.If)) if definition else iter(())
+        given = [
+            node for node in branches if ast.unparse(node.test) == "attention_mask is not None" and not node.orelse
+        ]
+        inside = (ast.unparse(x.func) for branch in given for x in nodes_below(branch) if isinstance(x, ast.Call))
+        if _MASKS & {*inside}:
             yield method
 
 

@@ -173,7 +173,8 @@ class MasksOfOneImplementation:
     """Attention that reads any mask as one implementation makes it.
 
     Sparse attention whose indexer adds any mask to scores: Transformers' sdpa gives it none, or one of bools, so that
-    GLM's in Transformers 5.9 selects and sees later tokens. Attention without the interface that reads bools: Gemma 4's
+    GLM's in Transformers 5.9 selects and sees later tokens; so does Doge's, whose own mask is added to a causal one
+    where it gets one (up to 5.17). Attention without the interface that reads bools: Gemma 4's
     of audio up to 5.17, which sees what eager attention's masks hide.
     """
 
@@ -182,6 +183,8 @@ class MasksOfOneImplementation:
             if _is_sparse(module, forward):
                 if _adds_given_masks(module):
                     yield ClassFact(name, MASKS_OF, "eager")
+            elif _adds_own_mask(module, name):
+                yield ClassFact(name, MASKS_OF, "eager")
             elif "attention_mask.logical_not()" in module.text(forward) and "Attention" in name:
                 yield ClassFact(name, MASKS_OF, "sdpa")
                 yield Skip(name, OP, "computes attention itself, with masks of bools")
@@ -191,6 +194,25 @@ def _is_sparse(module: ModuleView, forward: str) -> bool:
     """Whether a method attends to the keys that an indexer selects."""
     calls = module.calls(forward, "attention_interface")
     return bool({keyword.arg for call in calls for keyword in call.keywords} & _SPARSE)
+
+
+def _adds_own_mask(module: ModuleView, name: str) -> bool:
+    """Whether a method of the class makes the mask of its attention, from the one that it gets if it gets one.
+
+    Not where the module asks for one always.
+    """
+    calls = (node for node in module.nodes if isinstance(node, ast.Call))
+    if any(keyword.arg == "allow_is_causal_skip" for call in calls for keyword in call.keywords):
+        return False
+    masks = {_mask_of(call) for call in module.calls(f"{name}.forward", "attention_interface")}
+    forward = module.upstream.find(f"{name}.forward")
+    assigned = (node for node in nodes_below(forward) if isinstance(node, ast.Assign)) if forward is not None else ()
+    makers = [
+        ast.unparse(node.value.func).removeprefix("self.")
+        for node in assigned
+        if ast.unparse(node.targets[0]) in masks and isinstance(node.value, ast.Call)
+    ]
+    return any("attention_mask is not None" in module.text(f"{name}.{maker}") for maker in makers)
 
 
 def _adds_given_masks(module: ModuleView) -> bool:
