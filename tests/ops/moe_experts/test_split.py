@@ -144,7 +144,7 @@ def test_opcheck(name):
     x, gate, up, down, index, weights = inputs(tokens=5).values()
     operator = getattr(torch.ops.opslot, f"moe_{name}").default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (x, gate, down, index, weights, up, None, None, None, 1.0, 0.0, "silu", False, True, False, True)
+    arguments = (x, gate, down, weights, up, None, None, index, None, 1.0, 0.0, "silu", False, True, False, True)
     torch.library.opcheck(operator, arguments, test_utils=checks)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.custom_op import autograd_function, custom_op, empty_gradients
+from opslot.ops._common.custom_op import differentiable_op
 
 
 class Experts(NamedTuple):
@@ -94,13 +94,15 @@ Forward = Callable[[Tensor, Experts, Tensor, Tensor], tuple[Tensor, ...]]
 # (grad, hidden_states, experts, top_k_weights, what forward saved, wanted)
 Backward = Callable[[Tensor, Tensor, Experts, Tensor, Sequence[Tensor], Wanted], Grads]
 
-_EXPERTS = "Tensor? up_proj, Tensor? gate_up_bias, Tensor? down_bias"
+# The tensors with gradients in the order of `Grads`, then the indices.
+TENSORS = (
+    "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_weights, Tensor? up_proj,"
+    " Tensor? gate_up_bias, Tensor? down_bias"
+)
 GATING = (
     "float? limit, float alpha, float up_offset, str activation, bool clamps_activation, bool gated, bool transposed,"
     " bool down_transposed"
 )
-_OPTIONS = len(Experts._fields) - 5
-_INPUTS = "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj"
 
 
 def differentiable(
@@ -113,62 +115,41 @@ def differentiable(
     """
     shapes = ((1, 1), (1, 2, 1), (1, 1, 1), (1, 1), (1, 1))
     x, gate_up, down, index, weights = (torch.empty(shape, device="meta") for shape in shapes)
-    returned = ", ".join(["Tensor"] * len(fake(x, Experts(gate_up, down), index, weights)))
+    saved = [f"saved{i}" for i in range(len(fake(x, Experts(gate_up, down), index, weights)) - 1)]
 
-    def run(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        return on_its_device(forward, x, Experts(gate_up, down, *rest), index, weights)
+    def unpacked(function: Forward) -> Callable[..., tuple[Tensor, ...]]:
+        def run(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+            *optional, index = rest[:4]
+            return on_its_device(function, x, Experts(gate_up, down, *optional, *rest[4:]), index, weights)
 
-    def run_fake(
-        x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
-        return fake(x, Experts(gate_up, down, *rest), index, weights)
+        return run
 
     def run_backward(
         grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
     ) -> tuple[Tensor | None, ...]:
-        *optional, saved = rest[:4]
-        options, needs = rest[4 : 4 + _OPTIONS], rest[4 + _OPTIONS :]
-        experts, wanted = Experts(gate_up, down, *optional, *options), Wanted(*needs)
-        grads = on_its_device(backward, grad, x, experts, weights, saved, wanted)
+        optional, found, options, needs = rest[:3], rest[3 : 3 + len(saved)], rest[3 + len(saved) : -7], rest[-7:]
+        experts = Experts(gate_up, down, *optional, *options)
+        wanted = Wanted(needs[0], needs[1] or needs[2] or needs[4], needs[5] or needs[6])
+        grads = on_its_device(backward, grad, x, experts, weights, found, wanted)
         # An op must not return a tensor that was not requested: another gradient may share its memory.
-        return tuple([g if w else None for g, w in zip(grads, _each(wanted), strict=True)])
+        return tuple([g if need else None for g, need in zip(grads, needs, strict=True)])
 
-    op = custom_op(
-        f"{name}({_INPUTS}, Tensor top_k_index, Tensor top_k_weights, {_EXPERTS}, {GATING}) -> ({returned})",
-        run,
-        run_fake,
+    function = differentiable_op(
+        f"{name}({TENSORS}, Tensor top_k_index, {GATING}) -> ({', '.join(f'Tensor {x}' for x in ['out', *saved])})",
+        allocate=unpacked(fake),
+        launch=unpacked(forward),
+        launch_backward=run_backward,
+        in_place=False,
+        module=forward.__module__,
+        differentiable=len(Grads._fields),
+        kept=(*[tensor.split()[1] for tensor in TENSORS.split(", ")], *saved),
+        returned=1,
     )
-    backward_op = custom_op(
-        f"{name}_backward(Tensor grad, {_INPUTS}, Tensor top_k_weights, {_EXPERTS}, Tensor[] saved, {GATING},"
-        f" bool input_grad, bool weight_grad, bool bias_grad) -> ({', '.join(['Tensor'] * len(Grads._fields))})",
-        run_backward,
-        _fake_backward,
-    )
-
-    def apply_forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *rest: Any) -> Tensor:
-        out, *saved = op(x, gate_up, down, index, *rest)
-        ctx.save_for_backward(x, gate_up, down, *rest[:4], *saved)
-        ctx.gating = rest[4:]
-        ctx.set_materialize_grads(False)
-        return out
-
-    def apply_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        if grad is None:
-            return (None,) * len(needs)
-        # Read only once: activation checkpointing recomputes at the first read and raises at the second.
-        *inputs, up, gate_up_bias, down_bias = (saved := ctx.saved_tensors)[:7]
-        wanted = Wanted(needs[0], needs[1] or needs[2] or needs[5], needs[6] or needs[7])
-        grads = backward_op(grad, *inputs, up, gate_up_bias, down_bias, saved[7:], *ctx.gating, *wanted)
-        kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], *needs[4:8]), strict=True)]
-        return *kept[:3], None, *kept[3:], *[None] * _OPTIONS
-
-    function = autograd_function(name, apply_forward, apply_backward, forward.__module__)
 
     def apply(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             _reject_tangents(name, hidden_states, *experts, top_k_weights)
-        return function(hidden_states, *experts[:2], top_k_index, top_k_weights, *experts[2:])
+        return function(hidden_states, *experts[:2], top_k_weights, *experts[2:5], top_k_index, *experts[5:])
 
     return apply
 
@@ -182,20 +163,9 @@ def _reject_tangents(name: str, *arguments: Any) -> None:
         )
 
 
-def _each(wanted: Wanted) -> tuple[bool, ...]:
-    """`wanted` for every field of `Grads`."""
-    return (wanted.inputs, wanted.weights, wanted.weights, True, wanted.weights, wanted.biases, wanted.biases)
-
-
 def on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> Any:
     """Kernels launch on the current GPU, which may not be that of the tensors if a model spans several GPUs."""
     if tensor.device.type != "cuda":
         return function(tensor, *rest)
     with torch.cuda.device(tensor.device):
         return function(tensor, *rest)
-
-
-def _fake_backward(
-    grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
-) -> tuple[Tensor | None, ...]:
-    return empty_gradients((x, gate_up, down, weights, *rest[:3]), _each(Wanted(*rest[-3:])))
