@@ -28,7 +28,7 @@ from opslot.patchgen.source import UpstreamModule, installed_release
 from opslot.patchgen.writing import patch_source
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify import check_architecture
-from opslot.verify.random_model import auto_class
+from opslot.verify.random_model import class_of
 from opslot.verify.tiny import tiny_config
 
 SIZES = {
@@ -407,7 +407,7 @@ def test_selection_under_the_mask_does_not_mix_documents(returned, selects):
 )
 def test_sequences_of_such_models_are_not_sharded(config, reason):
     with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+        model = class_of(config)._from_config(config)
     opslot.apply(model, "eager", device="cpu")
     with pytest.raises(ConfigError, match=rf"cannot be sharded \(sp=2\): {reason}"):
         opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opslot._base.errors import ConfigError
 from opslot.data.rope_positions import RopePositions
+from opslot.models._build import auto_class_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -191,13 +192,8 @@ def takes_images(model: dict[str, Any]) -> bool:
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Transformers' class of a causal or multimodal language model."""
     import transformers
-    from transformers.models.auto import modeling_auto
 
-    kinds = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM")
-    names: dict[str, str] = {}
-    for kind in kinds:
-        names = {**getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}), **names}
-    return getattr(transformers, (config.architectures or [names[config.model_type]])[0])
+    return getattr(transformers, (config.architectures or [auto_class_name(config)])[0])
 
 
 def model_vocab_size(model: dict[str, Any]) -> int:
