@@ -81,7 +81,8 @@ def _dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
     def dispatched(first: Any, *args: Any) -> Any:
         outputs = function(first, *args)
         if isinstance(outputs, tuple):
-            like = first if isinstance(first, Tensor) else first[0]
+            tensors = first if isinstance(first, list | tuple) else (first, *args)
+            like = next(x for x in tensors if isinstance(x, Tensor))
             return tuple([like.new_empty(0) if output is None else output for output in outputs])
         return outputs
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from opslot._base.host_values import device_copy
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import custom_op, once_differentiable
+from opslot.ops._common.custom_op import custom_op, differentiable_op, once_differentiable
 from opslot.ops.cross_entropy_loss.chunked import (
     Backend,
     Head,
@@ -39,7 +39,6 @@ class _Ops:
 
     loss: Callable[..., tuple[Tensor, ...]]
     tokens: Callable[..., tuple[Tensor, Tensor]]
-    token_gradients: Callable[..., tuple[Tensor, ...]]
     rescale: Callable[[Tensor, Tensor], None]
     unsupported: Callable[[Tensor], str | None]
 
@@ -54,7 +53,7 @@ def make_kernels(backend: Backend) -> tuple[Callable[..., Any], Callable[..., An
     Defines its custom ops, so it is called once per backend.
     """
     name = backend.name
-    _OPS[name] = _Ops(_loss_op(backend), *_token_ops(backend), backend.rescale, backend.unsupported)
+    _OPS[name] = _Ops(_loss_op(backend), _token_op(backend), backend.rescale, backend.unsupported)
 
     def causal(
         hidden_states: Tensor,
@@ -107,7 +106,7 @@ def make_kernels(backend: Backend) -> tuple[Callable[..., Any], Callable[..., An
             shift_labels = shifted(labels, ignore_index)
         shaping = (ignore_index, 0.0, *_shape(name, softcap, logit_scale))
         head, flat = _logits(name, hidden_states, weight, bias, shift_labels, kwargs.get("head"))
-        log_probs, entropy = _TokenLogProbs.apply(name, *head, flat, *shaping)
+        log_probs, entropy = _OPS[name].tokens(*head, flat, *shaping)
         return log_probs.view(shift_labels.shape), entropy.view(shift_labels.shape)
 
     for kernel in (causal, sequence_classification, token_log_probs):
@@ -245,23 +244,6 @@ def _times(name: str, grad: Tensor, factor: Tensor) -> Tensor:
     return grad
 
 
-class _TokenLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-        log_probs, entropy = _OPS[name].tokens(*arguments)
-        ctx.save_for_backward(*arguments[:6], entropy)
-        ctx.name, ctx.shaping = name, arguments[6:]
-        return log_probs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[1:6]
-        op = _OPS[ctx.name].token_gradients
-        found = op(*ctx.saved_tensors, grad_log_probs, grad_entropy, *ctx.shaping, *wanted)
-        return None, *(grad if wants else None for grad, wants in zip(found, wanted, strict=True)), *[None] * 5
-
-
 def _empty_grads(head: Sequence[Tensor | None], dtype: torch.dtype, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
     like = head[0]
     assert like is not None
@@ -289,28 +271,28 @@ def _loss_op(backend: Backend) -> Callable[..., Any]:
     return custom_op(schema, loss, fake)
 
 
-def _token_ops(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _token_op(backend: Backend) -> Callable[..., Any]:
     def forward(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
             return tokens(backend, Head(hidden, *arguments[:4]), arguments[4], Shaping(*arguments[5:]))
 
-    def forward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         labels, dtype = arguments[4], loss_dtype(hidden.dtype)
         return torch.empty_like(labels, dtype=dtype), torch.empty_like(labels, dtype=dtype)
 
-    def backward(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        head, (labels, entropy, *grads) = Head(hidden, *arguments[:4]), arguments[4:8]
-        shaping, wanted = Shaping(*arguments[8:-5]), arguments[-5:]
-        with torch.autocast(hidden.device.type, enabled=False):
-            return token_gradients(backend, head, labels, entropy, grads[0], grads[1], shaping, wanted)
+    def backward(grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *arguments: Any) -> Any:
+        head, labels, entropy, shaping = Head(*arguments[:5]), arguments[5], arguments[6], Shaping(*arguments[7:-5])
+        grads = [torch.zeros_like(entropy) if grad is None else grad for grad in (grad_log_probs, grad_entropy)]
+        with torch.autocast(entropy.device.type, enabled=False):
+            found = token_gradients(backend, head, labels, entropy, grads[0], grads[1], shaping, arguments[-5:])
+        return tuple([grad if wanted else None for grad, wanted in zip(found, arguments[-5:], strict=True)])
 
-    def backward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return _empty_grads((hidden, *arguments[:4]), hidden.dtype, arguments[-5:])
-
-    per_row = "Tensor entropy, Tensor grad_log_probs, Tensor grad_entropy"
-    name, backward_name = f"token_log_probs_{backend.name}", f"token_log_probs_{backend.name}_backward"
-    gradients = f"{_INPUTS}, {per_row}, {_SHAPING}, {_WANTED}"
-    return (
-        custom_op(f"{name}({_INPUTS}, {_SHAPING}) -> (Tensor, Tensor)", forward, forward_fake),
-        custom_op(f"{backward_name}({gradients}) -> ({_GRADIENTS})", backward, backward_fake),
+    return differentiable_op(
+        f"token_log_probs_{backend.name}({_INPUTS}, {_SHAPING}) -> (Tensor log_probs, Tensor entropy)",
+        allocate=fake,
+        launch=forward,
+        launch_backward=backward,
+        in_place=False,
+        differentiable=5,
+        kept=("hidden", "weight", "bias", "low_hidden", "low_weight", "labels", "entropy"),
     )
