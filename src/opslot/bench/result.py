@@ -152,7 +152,7 @@ class StepRow:
         check: "ok" when first and last loss match those of Transformers' own code, else what is wrong or missing.
         error: why there is no time.
         kernels: opslot's table of selected kernels.
-        trace: torch.profiler's table of one step, where asked for.
+        trace: torch.profiler's table of one step, with `--trace`.
     """
 
     model: str

@@ -376,7 +376,7 @@ def _write_profile(rows: list[OpRow], device: torch.device) -> str:
     timings = timings_of(rows)
     if not timings:
         raise ConfigError(
-            "nothing was measured that a profile could hold: no op asked for has known static sizes",
+            "nothing was measured that a profile could hold: none of the ops has known static sizes",
             hint="give --model, or other ops",
         )
     path = write_profile(timings, facts_of(device))

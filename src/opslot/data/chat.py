@@ -341,7 +341,7 @@ def _messages(value: Any, column: str) -> list[Message]:
     """Messages with role and content, from any of the known forms.
 
     Raises:
-        SampleError: says which message is malformed.
+        SampleError: a message is malformed.
     """
     if isinstance(value, str):
         value = _parsed(value, column)

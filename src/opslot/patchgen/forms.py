@@ -217,7 +217,7 @@ class Reviewed:
 
 @dataclass(frozen=True)
 class MethodForms:
-    """Classes whose whole `forward` is the op; the slot stands in front of its body.
+    """Classes whose whole `forward` is the op; the slot is called in front of its body.
 
     Attributes:
         op: the op's name.

@@ -1,4 +1,4 @@
-"""Upstream's text: where a Transformers release lies on disk, and the symbols of its modules."""
+"""Upstream's text: where a Transformers release is on disk, and the symbols of its modules."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Resolution:
 
 
 class KernelRegistry:
-    """Ops and kernels by name. Thread-safe; kernels load when first asked for."""
+    """Ops and kernels by name. Thread-safe; kernels load at their first use."""
 
     def __init__(self, sources: Iterable[str] = (), entry_points: bool = False) -> None:
         self._ops: dict[str, OpSpec] = {}
