@@ -372,7 +372,7 @@ def test_triton_with_tensor_descriptors(variant):
     """The kernels for Hopper; on a CPU through the interpreter."""
     from opslot.ops.moe_experts import triton as fused
     from opslot.ops.moe_experts._autograd import Wanted
-    from opslot.ops.moe_experts._call import variants
+    from opslot.ops.moe_experts.contract import variants
     from opslot.ops.moe_experts.routing import Routing
     from opslot.ops.moe_experts.tiling import GemmTiling, Tiles
 

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.moe_experts import op
-from opslot.ops.moe_experts._autograd import Experts, Wanted
+from opslot.ops.moe_experts._autograd import Wanted
+from opslot.ops.moe_experts.contract import Experts
 from opslot.slots import OpSlot, bind, explain, unbind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

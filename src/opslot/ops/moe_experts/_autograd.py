@@ -11,62 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.custom_op import differentiable_op
-
-
-class Experts(NamedTuple):
-    """The parameters of the local experts, and their gating.
-
-    Attributes:
-        gate_up_proj: [E, 2I, H], gate rows first; transposed [E, H, 2I], gate columns first, or with biases
-            interleaved with those of up; with `up_proj` only the gate, [E, I, H]; not gated, the only one, [E, I, H].
-        down_proj: [E, H, I]; transposed [E, I, H].
-        up_proj: [E, I, H], or None if `gate_up_proj` has both.
-        gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
-        limit, alpha, up_offset, clamps_activation: as in `op.clamped`; without `limit` nothing is clamped.
-        activation: a name in `ACTIVATIONS`; with `alpha` it is "silu".
-        gated: act(gate) * up; else act(up).
-        transposed, down_transposed: the layouts of `gate_up_proj` and `down_proj`.
-    """
-
-    gate_up_proj: Tensor
-    down_proj: Tensor
-    up_proj: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    limit: float | None = None
-    alpha: float = 1.0
-    up_offset: float = 0.0
-    activation: str = "silu"
-    clamps_activation: bool = False
-    gated: bool = True
-    transposed: bool = False
-    down_transposed: bool = False
-
-    @property
-    def biased(self) -> bool:
-        return self.gate_up_bias is not None
-
-    @property
-    def gate_up_weights(self) -> tuple[Tensor, ...]:
-        """The weights of the first GEMM: (gate_up_proj,) or (gate_proj, up_proj)."""
-        return (self.gate_up_proj,) if self.up_proj is None else (self.gate_up_proj, self.up_proj)
-
-    @property
-    def halves(self) -> int:
-        """2 if a weight of the first GEMM has gate and up, else 1."""
-        return 2 if self.gated and self.up_proj is None else 1
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """E, H and I."""
-        experts, first, second = self.down_proj.shape
-        return (experts, second, first) if self.down_transposed else (experts, first, second)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the gating is silu(gate) * up."""
-        gating = self.limit, self.alpha, self.up_offset, self.activation, self.gated
-        return gating == (None, 1.0, 0.0, "silu", True)
+from opslot.ops.moe_experts.contract import Experts
 
 
 class Wanted(NamedTuple):

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opslot.ops._common.custom_op import differentiable_op
-from opslot.ops.moe_experts._autograd import GATING, TENSORS, Experts, on_its_device
-from opslot.ops.moe_experts._call import Contract, variants
+from opslot.ops.moe_experts._autograd import GATING, TENSORS, on_its_device
 from opslot.ops.moe_experts._gating import activate_backward, activate_parts, halves_of, row_dots
+from opslot.ops.moe_experts.contract import Contract, Experts, variants
 
 Factors = tuple[Tensor, Tensor] | None
 
