@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from opslot._base.host_values import device_copy
 from opslot.ops._common.arguments import reject
@@ -23,6 +23,7 @@ from opslot.ops.cross_entropy_loss.chunked import (
     token_gradients,
     tokens,
 )
+from opslot.ops.cross_entropy_loss.contract import Inputs, loss_variants, token_log_probs_variant
 from opslot.ops.cross_entropy_loss.low_rank import low_rank_of, set_adds_adapters
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_hidden, Tensor? low_weight, Tensor labels"
@@ -55,60 +56,9 @@ def make_kernels(backend: Backend) -> tuple[Callable[..., Any], Callable[..., An
     name = backend.name
     _OPS[name] = _Ops(_loss_op(backend), _token_op(backend), backend.rescale, backend.unsupported)
 
-    def causal(
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        **kwargs: Any,
-    ) -> Tensor:
-        if shift_labels is None:
-            shift_labels = shifted(labels, ignore_index)
-        shaping = (ignore_index, float(label_smoothing), *_shape(name, softcap, logit_scale))
-        logits = _logits(name, hidden_states, weight, bias, shift_labels, kwargs.get("head"))
-        return _loss(name, *logits, num_items_in_batch, shaping)
-
-    def sequence_classification(
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        *,
-        bias: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        **kwargs: Any,
-    ) -> Tensor:
-        shaping = (ignore_index, float(label_smoothing), 0.0, 1.0)
-        logits = _logits(name, hidden_states, weight, bias, labels, kwargs.get("head"))
-        return _loss(name, *logits, num_items_in_batch, shaping)
-
-    def token_log_probs(
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        if shift_labels is None:
-            shift_labels = shifted(labels, ignore_index)
-        shaping = (ignore_index, 0.0, *_shape(name, softcap, logit_scale))
-        head, flat = _logits(name, hidden_states, weight, bias, shift_labels, kwargs.get("head"))
-        log_probs, entropy = _OPS[name].tokens(*head, flat, *shaping)
-        return log_probs.view(shift_labels.shape), entropy.view(shift_labels.shape)
-
+    module = backend.loss_step.__module__
+    causal, sequence_classification = loss_variants(partial(_loss, name), module)
+    token_log_probs = token_log_probs_variant(partial(_token_log_probs, name), module)
     for kernel in (causal, sequence_classification, token_log_probs):
         set_adds_adapters(kernel)
     return causal, sequence_classification, token_log_probs
@@ -120,11 +70,6 @@ def _shape(name: str, softcap: float | None, logit_scale: float) -> tuple[float,
         if isinstance(value, Tensor) and value.requires_grad:
             _reject(name, argument, "it requires a gradient, and only hidden_states and weight receive one")
     return float(softcap or 0.0), float(logit_scale)
-
-
-def shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Labels of the next position; the last position of a sequence gets `ignore_index`."""
-    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 Flat = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -189,17 +134,16 @@ def loss_divisor(
     return num_items.reshape(()).to(dtype)
 
 
-def _logits(
-    name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Any
-) -> tuple[Head, Tensor]:
+def _prepared(name: str, inputs: Inputs, label_smoothing: float) -> tuple[Head, Tensor, ShapingArguments]:
     """The logits to compute, with the adapters of the module `head`, and the labels [N]."""
-    hidden, weight, bias, labels = flat_inputs(name, hidden_states, weight, bias, labels)
+    shaping = (inputs.ignore_index, float(label_smoothing), *_shape(name, inputs.softcap, inputs.logit_scale))
+    hidden, weight, bias, labels = flat_inputs(name, *inputs[:4])
     reason = _OPS[name].unsupported(hidden)
     if reason:
         _reject(name, "hidden_states", reason)
-    low_rank = None if head is None else low_rank_of(head, hidden)
+    low_rank = None if inputs.head is None else low_rank_of(inputs.head, hidden)
     low_hidden, low_weight = (None, None) if low_rank is None else (t.to(hidden.dtype) for t in low_rank)
-    return Head(hidden, weight, bias, low_hidden, low_weight), labels
+    return Head(hidden, weight, bias, low_hidden, low_weight), labels, shaping
 
 
 def _reject(name: str, argument: str, found: str) -> NoReturn:
@@ -207,7 +151,8 @@ def _reject(name: str, argument: str, found: str) -> NoReturn:
     reject(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
 
-def _loss(name: str, head: Head, labels: Tensor, num_items: Tensor | int | None, shaping: ShapingArguments) -> Tensor:
+def _loss(name: str, inputs: Inputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
+    head, labels, shaping = _prepared(name, inputs, label_smoothing)
     if not 0.0 <= shaping[1] <= 1.0:
         _reject(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
     divisor = loss_divisor(name, labels, num_items, shaping[0], loss_dtype(head.hidden.dtype))
@@ -216,6 +161,12 @@ def _loss(name: str, head: Head, labels: Tensor, num_items: Tensor | int | None,
     if any(wanted):
         return _LinearCrossEntropy.apply(name, *head, labels, divisor, *shaping, *wanted)
     return _OPS[name].loss(*head, labels, divisor, *shaping, *wanted)[0]
+
+
+def _token_log_probs(name: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    head, labels, shaping = _prepared(name, inputs, 0.0)
+    log_probs, entropy = _OPS[name].tokens(*head, labels, *shaping)
+    return log_probs.view(inputs.labels.shape), entropy.view(inputs.labels.shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
