@@ -389,7 +389,9 @@ def read(path: Path) -> Result:
     try:
         return from_json(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be read", found=str(error.strerror)) from error
+        raise ConfigError(
+            f"{str(path)!r} cannot be read", found=str(error.strerror), hint="give files that --output wrote"
+        ) from error
     except ValueError as error:
         raise ConfigError(
             f"{str(path)!r} is not a benchmark result", found=str(error), hint="give files that --output wrote"

@@ -100,6 +100,7 @@ def image_grid(model: dict[str, Any], side: int) -> int:
         raise ConfigError(
             "--image-size requires models that take images as patches with a grid, such as qwen3_vl",
             found=f"model_type {config.model_type!r}",
+            hint="leave out --image-size, or name such a model",
         )
     merged = vision.patch_size * vision.spatial_merge_size
     if side < merged:
@@ -124,6 +125,7 @@ def audio_tokens(model: dict[str, Any], seconds: int) -> int:
         raise ConfigError(
             "--audio-seconds requires models that take audio as mel features with a mask, such as qwen2_5_omni",
             found=f"model_type {config.model_type!r}",
+            hint="leave out --audio-seconds, or name such a model",
         )
     found = getattr(encoder, lengths)(torch.tensor([seconds * _MEL_FRAMES_PER_S]))
     return int(found[-1])

@@ -332,7 +332,9 @@ def load_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -
     except jinja2.TemplateSyntaxError as error:
         if "unknown tag" not in str(error):
             raise DataError(
-                f"data.chat_template: {source} is not a Jinja template", found=f"line {error.lineno}: {error}"
+                f"data.chat_template: {source} is not a Jinja template",
+                found=f"line {error.lineno}: {error}",
+                hint="fix it there",
             ) from error
     tokenizer.chat_template = text
 

@@ -124,7 +124,9 @@ def load_config(
                 setattr(config, name, value)
             except Exception as error:
                 raise ConfigError(
-                    f"{name}={value!r} is not a valid value for a {config.model_type} config", found=str(error)
+                    f"{name}={value!r} is not a valid value for a {config.model_type} config",
+                    found=str(error),
+                    hint="give a value of the type that config.json has",
                 ) from error
         return config
     if not isinstance(source, str | os.PathLike):

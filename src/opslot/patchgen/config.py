@@ -266,7 +266,10 @@ class PatchConfig(TextPrimitives):
         """Add `from module import names`, or `import module [as alias]` when no names are given."""
         names = tuple(names)
         if is_from_import is not None and is_from_import != bool(names):
-            raise PatchError(f"add_import({module!r}): a from-import needs names, a plain import takes none")
+            raise PatchError(
+                f"add_import({module!r}): a from-import needs names, a plain import takes none",
+                hint="give names, or leave out is_from_import",
+            )
         self.additional_imports.append(ImportSpec(module, names, alias))
 
     def add_final_block(self, text: str) -> None:

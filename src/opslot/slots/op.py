@@ -160,7 +160,9 @@ class OpSpec:
     def variant(self, name: str) -> OpVariant:
         """Variant `name`; ConfigError naming those that exist."""
         if name not in self.variants:
-            raise ConfigError(f"op {self.name!r} has no variant {name!r}; it has {', '.join(self.variants)}")
+            raise ConfigError(
+                f"op {self.name!r} has no variant {name!r}", hint=f"use one of {', '.join(self.variants)}"
+            )
         return self.variants[name]
 
     def field_of(self, variant: str) -> str:
