@@ -25,7 +25,15 @@ def test_demo_configuration_is_valid(tmp_path):
     validate(load_config([str(CONFIGS / "demo.yaml"), *demo_command.path_arguments(tmp_path)]))
 
 
-def test_demo_removes_only_its_own_folder(tmp_path):
+def test_demo_outside_of_the_repository_raises_before_it_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert demo.main([]) == 2
+    assert "no such file: configs/demo.yaml\n  hint: run this in opslot's repository" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_demo_removes_only_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match="choose another folder with --output"):
         demo_command.clear_output(tmp_path)

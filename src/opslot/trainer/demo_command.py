@@ -50,6 +50,8 @@ def run_demo(
     given = parser.parse_args(argv)
     console = make_console()
     try:
+        if not given.config.is_file():
+            raise ConfigError(f"no such file: {given.config}", hint="run this in opslot's repository, or give --config")
         clear_output(given.output)
         demo(given, console)
     except OpslotError as error:
