@@ -20,7 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import opslot
 from opslot.bench import Environment, OutputFiles, Result, Run, Value
 from opslot.data import collate
-from opslot.trainer.demo import BATCH_SIZE, LENGTH, MODEL
+from opslot.trainer.demo import MODEL
+
+# As in configs/demo.yaml.
+BATCH_SIZE, LENGTH = 4, 512
 
 
 def models() -> dict[str, Any]:

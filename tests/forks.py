@@ -119,7 +119,9 @@ class _ContextProcess:
         script = Path(__file__).with_name("call_target.py")
         # Tensors in messages are sent with this key.
         key = multiprocessing.current_process().authkey.hex()
-        self._start = lambda: forks.start(script, target, json.dumps(sys.path), key, connection=connection)
+        # `pytest`, unlike `python -m pytest`, does not import tests from the repository's folder.
+        path = json.dumps([str(Path(__file__).parents[1]), *sys.path])
+        self._start = lambda: forks.start(script, target, path, key, connection=connection)
 
     def start(self) -> None:
         self._fork = self._start()

@@ -5,9 +5,9 @@ Importing this package changes nothing in anybody's modules and imports no kerne
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from opslot._base.lazy import lazy_names
 from opslot._base.plugins import PATCH_FINDERS
 
 __version__ = "0.1.0"
@@ -46,38 +46,6 @@ if TYPE_CHECKING:
     from opslot.verify import verify_kernels
     from opslot.verify.bisect import bisect
 
-_HOMES = {
-    "CheckpointError": "opslot._base.errors",
-    "ConfigError": "opslot._base.errors",
-    "DataError": "opslot._base.errors",
-    "KernelError": "opslot._base.errors",
-    "OpslotError": "opslot._base.errors",
-    "ParallelError": "opslot._base.errors",
-    "PatchError": "opslot._base.errors",
-    "TrainingError": "opslot._base.errors",
-    "KERNEL_REGISTRY": "opslot.slots",
-    "HardwareRequirement": "opslot.slots",
-    "KernelRegistry": "opslot.slots",
-    "KernelSpec": "opslot.slots",
-    "OpSlot": "opslot.slots",
-    "OpsImplementationConfig": "opslot.slots",
-    "Requirement": "opslot.slots",
-    "bind": "opslot.slots",
-    "explain": "opslot.slots",
-    "named_weights": "opslot.checkpoint",
-    "offload": "opslot.distributed",
-    "reload": "opslot.distributed",
-    "loss_only": "opslot.ops.cross_entropy_loss",
-    "apply": "opslot.models",
-    "build_foundation_model": "opslot.models",
-    "count_flops": "opslot.models.flops",
-    "parallelize": "opslot.models.parallelize",
-    "restore": "opslot.models",
-    "trace": "opslot.bench.trace",
-    "bisect": "opslot.verify",
-    "verify_kernels": "opslot.verify",
-}
-
 __all__ = [
     "KERNEL_REGISTRY",
     "CheckpointError",
@@ -110,12 +78,20 @@ __all__ = [
     "verify_kernels",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'opslot' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "opslot._base.errors": "CheckpointError ConfigError DataError KernelError OpslotError ParallelError PatchError"
+        " TrainingError",
+        "opslot.bench.trace": "trace",
+        "opslot.checkpoint": "named_weights",
+        "opslot.distributed": "offload reload",
+        "opslot.models": "apply build_foundation_model restore",
+        "opslot.models.flops": "count_flops",
+        "opslot.models.parallelize": "parallelize",
+        "opslot.ops.cross_entropy_loss": "loss_only",
+        "opslot.slots": "KERNEL_REGISTRY HardwareRequirement KernelRegistry KernelSpec OpSlot OpsImplementationConfig"
+        " Requirement bind explain",
+        "opslot.verify": "bisect verify_kernels",
+    },
+)

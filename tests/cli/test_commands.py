@@ -267,4 +267,4 @@ def test_number_of_layers_with_layer_types(moe_config_folder, capsys, layers):
 @pytest.mark.parametrize("option", [["--length", "1"], ["--batch", "0"], ["--layers", "0"]])
 def test_bisect_of_nothing_raises(moe_config_folder, capsys, option):
     assert main(["bisect", str(moe_config_folder), *option]) == 2
-    assert "a loss needs a batch of 1, 2 tokens and 1 layer" in capsys.readouterr().err
+    assert "computes no loss\n  hint: take a batch of 1, 2 tokens and 1 layer" in capsys.readouterr().err

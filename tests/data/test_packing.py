@@ -17,22 +17,11 @@ from opslot.data import (
     split_documents,
 )
 from opslot.data.loader import _SampleNumbers
+from tests.data.in_memory import Corpus
 
 
-class Documents:
-    """A corpus in memory: document i has the tokens 1000 * i, 1000 * i + 1, ..."""
-
-    sizes = np.array([1])
-
-    def __init__(self, lengths):
-        self.identity = {"data.train_path": "in memory"}
-        self.lengths = np.array(lengths, dtype=np.int64)
-
-    def prepare(self, numbers):
-        pass
-
-    def shard(self, number):
-        return self
+class Documents(Corpus):
+    """Document i has the tokens 1000 * i, 1000 * i + 1, ..."""
 
     def tokens(self, document, start=0, stop=None):
         return np.arange(1000 * document, 1000 * document + self.lengths[document], dtype=np.int32)[start:stop]

@@ -8,26 +8,7 @@ import torch
 
 from opslot._base.errors import DataError
 from opslot.data import PackedDataset, SampleLoader, TokenLoader, balance_micro_batches, count_targets
-
-
-class Corpus:
-    """Documents of given lengths; each token is the number of its document."""
-
-    sizes = np.array([1])
-
-    def __init__(self, lengths):
-        self.identity = {"data.train_path": "corpus"}
-        self.lengths = np.array(lengths, dtype=np.int64)
-
-    def prepare(self, numbers):
-        pass
-
-    def shard(self, number):
-        return self
-
-    def tokens(self, document, start=0, stop=None):
-        return np.full(int(self.lengths[document]), document, dtype=np.int32)[start:stop]
-
+from tests.data.in_memory import Corpus
 
 LENGTHS = [3, 30, 1, 7, 12, 5, 64, 2, 9, 9, 17, 4, 33, 6, 1, 8, 21, 3, 10, 40]
 

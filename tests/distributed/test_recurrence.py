@@ -8,19 +8,9 @@ from opslot.ops.causal_conv1d.op import reference as convolve
 from opslot.ops.chunk_gated_delta_rule.op import reference as delta_rule
 from opslot.ops.mamba_chunk_scan.op import reference as scan
 from tests.distributed import tiny
+from tests.models.sizes import MIXED
 
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "pad_token_id": 0,
-}
+LINEAR = MIXED | {"pad_token_id": 0}
 
 
 def random(*shape, seed=0):

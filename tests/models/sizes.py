@@ -1,4 +1,4 @@
-"""Sizes of a small language model."""
+"""Sizes of small language models."""
 
 SIZES = {
     "vocab_size": 61,
@@ -9,4 +9,17 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "pad_token_id": 0,
+}
+
+# Sizes of a model that alternates a gated delta rule with attention (Qwen3-Next), and of its experts.
+MIXED = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
 }

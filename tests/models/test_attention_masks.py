@@ -179,7 +179,7 @@ def test_static_cache_gets_a_dense_mask_where_auto_selected_a_kernel_without_mas
     assert mask[1, 0, 1:].tolist() == [[0 < j <= i for j in range(5)] for i in (1, 2)]
 
 
-def test_bidirectional_mask_overrides_a_module_that_says_causal():
+def test_bidirectional_mask_overrides_a_module_that_is_causal():
     """The attention of Phi-4 multimodal's image encoder has `is_causal = True`."""
     make = masks.mask_function(masking_utils.sdpa_mask, "sdpa")
     mask = make(1, 4, 4, mask_function=masking_utils.bidirectional_mask_function, allow_is_bidirectional_skip=True)

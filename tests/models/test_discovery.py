@@ -28,8 +28,9 @@ from opslot.patchgen.source import UpstreamModule, installed_release
 from opslot.patchgen.writing import patch_source
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify import check_architecture
-from opslot.verify.random_model import auto_class
+from opslot.verify.random_model import class_of
 from opslot.verify.tiny import tiny_config
+from tests.models.sizes import MIXED
 
 SIZES = {
     "hidden_size": 32,
@@ -49,17 +50,6 @@ GEMMA4 = HEADS | {
     "global_head_dim": 8,
     "hidden_size_per_layer_input": 0,
     "layer_types": ["full_attention", "full_attention"],
-}
-MIXED = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
 }
 LATENT = {
     "num_key_value_heads": 4,
@@ -407,7 +397,7 @@ def test_selection_under_the_mask_does_not_mix_documents(returned, selects):
 )
 def test_sequences_of_such_models_are_not_sharded(config, reason):
     with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+        model = class_of(config)._from_config(config)
     opslot.apply(model, "eager", device="cpu")
     with pytest.raises(ConfigError, match=rf"cannot be sharded \(sp=2\): {reason}"):
         opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.models._build import _auto_class_name
+from opslot.models._build import auto_class_name
 from opslot.models._registry import architecture_of
 
 COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
@@ -61,7 +61,7 @@ def default_config(model_type):
 def transformers_builds(config):
     """Whether Transformers itself constructs a model from the config."""
     try:
-        cls = getattr(transformers, _auto_class_name(config))
+        cls = getattr(transformers, auto_class_name(config))
         with torch.device("meta"), no_init_weights():
             cls._from_config(copy.deepcopy(config))
     except Exception:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import opslot
-from opslot.verify.random_model import auto_class
+from opslot.verify.random_model import class_of
 from opslot.verify.tiny import tiny_config
 
 
@@ -32,7 +32,7 @@ def test_experts_compute_what_the_model_does(arch, changes, kernel):
     config = tiny_config(arch)
     for name, value in changes.items():
         setattr(config.get_text_config(), name, value)
-    original = auto_class(config).from_config(config)
+    original = class_of(config)._from_config(config)
     with torch.no_grad():
         for parameter in original.parameters():
             parameter.copy_(0.2 * torch.randn_like(parameter))

@@ -182,13 +182,12 @@ def test_opcheck(kernel):
     x, index, routing = torch.randn(6, hidden), torch.randint(0, experts, (6, 2)), torch.rand(6, 2)
     factors = [*factors[:2], None, None, *factors[2:]]
     gating = (None, 1.0, 0.0, "silu", False, True, False, False)
-    given = (x, *weights, index, routing, None, None, None)
+    given = (x, *weights, routing, None, None, None, *factors, index)
     opslot.KERNEL_REGISTRY.load("moe_experts", "standard", kernel)
     op, backward = (getattr(torch.ops.opslot, f"moe_{kernel}_adapters{end}") for end in ("", "_backward"))
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(op.default, (*given, factors, *gating), test_utils=tests)
-    _, *parts = op(*given, factors, *gating)
-    wanted = [True] * 4 + [False] * 3 + [True, True, False, False, True, True]
-    torch.library.opcheck(
-        backward.default, (torch.randn_like(x), *given, *parts, factors, *gating, wanted), test_utils=tests
-    )
+    torch.library.opcheck(op.default, (*given, *gating), test_utils=tests)
+    _, *parts = op(*given, *gating)
+    needs = [True] * 4 + [False] * 3 + [True, True, False, False, True, True]
+    arguments = (torch.randn_like(x), *given, *parts, *gating, *needs)
+    torch.library.opcheck(backward.default, arguments, test_utils=tests)

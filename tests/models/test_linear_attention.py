@@ -13,20 +13,10 @@ import opslot
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify.random_model import packed_batches, random_ids, random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
+from tests.models.sizes import MIXED
 from tests.models.sizes import SIZES as COMMON
 
-SIZES = {
-    **COMMON,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+SIZES = COMMON | MIXED | {"linear_value_head_dim": 16}
 ARCHITECTURES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
 DOCUMENTS = [7, 1, 12, 20]
 

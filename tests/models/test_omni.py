@@ -159,7 +159,7 @@ def same_bytes(first, second):
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
-def test_export_keeps_the_speech_parts_if_asked(checkpoint, tmp_path):
+def test_export_excluded_keeps_the_speech_parts(checkpoint, tmp_path):
     model = build_foundation_model(checkpoint, checkpoint)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2)

@@ -120,7 +120,7 @@ def test_tensors_on_different_devices_raise(kernel, monkeypatch):
         KernelLauncher(kernel)(GRID, (torch.zeros(16), torch.zeros(16, device="meta")), (), (), (), 4)
 
 
-def test_interpreted_launch_with_a_number_of_warps_that_gpus_refuse_raises(kernel, monkeypatch):
+def test_interpreted_launch_with_a_number_of_warps_that_gpus_reject_raises(kernel, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     launch = KernelLauncher(kernel)
     launch(GRID, (torch.zeros(16),), (), (), (), 4)

@@ -197,9 +197,9 @@ def test_slot_calls_outside_a_class_raise(rewrite, patch):
 
 def test_slot_outside_a_method_raises(patch):
     slot = Slot("rms_norm")
-    with pytest.raises(PatchError, match=r"has to sit in a method, `Class\.method`\n  found: 'norm'"):
+    with pytest.raises(PatchError, match=r"is not in a method\n  found: 'norm'\n  hint: name one as Class\.method"):
         patch.slot_method("norm", slot, args="x")
-    with pytest.raises(PatchError, match="has to sit in a method"):
+    with pytest.raises(PatchError, match="is not in a method"):
         patch.replace("norm", "x", "y", slot=slot)
 
 
@@ -419,7 +419,7 @@ def test_slot_loss_of_other_computations_raises(rewrite, patch, line, other, rea
 
 
 def test_slot_loss_of_an_unknown_form_raises(patch):
-    with pytest.raises(PatchError, match="not 'regression'"):
+    with pytest.raises(PatchError, match=r"found: 'regression'\n  hint: use PatchConfig\.replace"):
         patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "regression"))
 
 

@@ -1,13 +1,17 @@
+from pathlib import Path
+
 import pytest
 from transformers import AutoTokenizer
 
 from opslot._base.errors import ConfigError
-from opslot.trainer import demo, demo_sft, load_config
+from opslot.trainer import demo, demo_command, demo_sft, load_config
 from opslot.trainer.validate import validate
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_demo_configuration_is_valid(tmp_path):
-    demo.clear_output(tmp_path)
+    demo_command.clear_output(tmp_path)
     documents = demo.write_sources(tmp_path / "data")
     assert len(documents) > 300
     assert any(hidden for _, hidden in documents)
@@ -18,26 +22,32 @@ def test_demo_configuration_is_valid(tmp_path):
     assert tokenizer.decode(tokenizer(code)["input_ids"]) == code
     assert tokenizer.eos_token_id == demo.MODEL["eos_token_id"]
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    validate(load_config(demo.write_config(tmp_path)))
+    validate(load_config([str(CONFIGS / "demo.yaml"), *demo_command.path_arguments(tmp_path)]))
 
 
-def test_demo_removes_only_its_own_folder(tmp_path):
+def test_demo_outside_of_the_repository_raises_before_it_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert demo.main([]) == 2
+    assert "no such file: configs/demo.yaml\n  hint: run this in opslot's repository" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_demo_removes_only_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match="choose another folder with --output"):
-        demo.clear_output(tmp_path)
+        demo_command.clear_output(tmp_path)
     assert demo.main(["--output", str(tmp_path)]) == 2
     assert (tmp_path / "thesis.txt").read_text() == "precious"
-    (tmp_path / "demo.yaml").write_text("")
-    demo.clear_output(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("")
+    demo_command.clear_output(tmp_path)
     assert not tmp_path.exists()
 
 
 def test_chat_demo_is_valid_and_rates_answers(tmp_path):
-    from pathlib import Path
-
     held_out = demo_sft.write_inputs(tmp_path)
-    file = Path(__file__).parents[2] / "configs" / "sft_demo.yaml"
-    config = load_config([str(file), *demo_sft.path_arguments(tmp_path)])
+    config = load_config([str(CONFIGS / "sft_demo.yaml"), *demo_command.path_arguments(tmp_path)])
     validate(config)
     assert config.task == "sft"
     trained = (tmp_path / "data" / "train.jsonl").read_text()

@@ -263,7 +263,7 @@ def test_demo_configuration_is_valid(tmp_path):
     from pathlib import Path
 
     from opslot.data.media import load_audio
-    from opslot.trainer.demo import path_arguments
+    from opslot.trainer.demo_command import path_arguments
     from opslot.trainer.validate import validate
 
     held_out = demo_omni.DEMO.write_inputs(tmp_path, 20)

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,13 @@ def test_process_is_reused_until_an_item_kills_or_spoils_it():
             ("die second", "die second 1"),
         ]
         assert list(processes.run(work, ["c"], is_bad)) == [("c", "c 2")], "processes are kept for the next batch"
+
+
+def test_worker_imports_a_test_without_the_current_folder_on_the_path(monkeypatch):
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", root)])
+    with Processes(1) as processes:
+        assert list(processes.run(work, ["a"], is_bad)) == [("a", "a 1")]
 
 
 def test_item_that_exits_hangs_or_raises_is_reported():

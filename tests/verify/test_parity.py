@@ -242,7 +242,7 @@ def test_poisoned_memory_ends_with_the_block():
 @pytest.mark.parametrize(
     ("op", "kernel", "message"),
     [
-        ("nope", None, "unknown op 'nope'; there are"),
+        ("nope", None, "unknown op 'nope'\n  hint: there are"),
         (None, "tritn", "hint: did you mean 'triton'?"),
         (["adamw"], "nope", "unknown kernel 'nope' for 'adamw'\n  found: registered: triton"),
     ],

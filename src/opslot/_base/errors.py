@@ -71,6 +71,6 @@ def count_of(problems: Sequence[str]) -> str:
 
 
 def missing_package(error: Exception) -> str:
-    """The package that an ImportError says to install; "" for any other error."""
+    """The package that the message of an ImportError names; "" for any other error."""
     found = re.search(r"pip install (?:-\S+ )*([\w.-]+)", str(error)) if isinstance(error, ImportError) else None
     return found[1] if found else ""

@@ -11,6 +11,6 @@ def pairs(option: str, form: str, items: list[str]) -> dict[str, str]:
     for item in items:
         name, _, value = item.partition("=")
         if not name or not value:
-            raise ConfigError(f"{option} {item!r} is not {form}")
+            raise ConfigError(f"{option} {item!r} is not {form}", hint="give a name and a value, with = between them")
         found[name] = value
     return found

@@ -61,4 +61,6 @@ def _check_writable(option: str, file: str) -> None:
         if new:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"{option} {file!r} cannot be written", found=str(error.strerror)) from error
+        raise ConfigError(
+            f"{option} {file!r} cannot be written", found=str(error.strerror), hint="name another file"
+        ) from error

@@ -152,7 +152,7 @@ class StepRow:
         check: "ok" when first and last loss match those of Transformers' own code, else what is wrong or missing.
         error: why there is no time.
         kernels: opslot's table of selected kernels.
-        trace: torch.profiler's table of one step, where asked for.
+        trace: torch.profiler's table of one step, with `--trace`.
     """
 
     model: str
@@ -389,7 +389,9 @@ def read(path: Path) -> Result:
     try:
         return from_json(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be read", found=str(error.strerror)) from error
+        raise ConfigError(
+            f"{str(path)!r} cannot be read", found=str(error.strerror), hint="give files that --output wrote"
+        ) from error
     except ValueError as error:
         raise ConfigError(
             f"{str(path)!r} is not a benchmark result", found=str(error), hint="give files that --output wrote"

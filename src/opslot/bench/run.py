@@ -258,7 +258,9 @@ class _Setting:
             raise ConfigError("--steps-only --steps 0 measures nothing", hint="set --steps or --curve")
         for name in ("image_size", "audio_seconds"):
             if getattr(options, name) and options.curve:
-                raise ConfigError(f"--curve trains on text, so it takes no --{name.replace('_', '-')}")
+                raise ConfigError(
+                    f"--curve trains on text, so it takes no --{name.replace('_', '-')}", hint="leave out one of them"
+                )
         for model in self.models:
             if options.image_size:
                 image_grid(model, options.image_size)
@@ -376,7 +378,7 @@ def _write_profile(rows: list[OpRow], device: torch.device) -> str:
     timings = timings_of(rows)
     if not timings:
         raise ConfigError(
-            "nothing was measured that a profile could hold: no op asked for has known static sizes",
+            "nothing was measured that a profile could hold: none of the ops has known static sizes",
             hint="give --model, or other ops",
         )
     path = write_profile(timings, facts_of(device))

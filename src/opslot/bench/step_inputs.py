@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opslot._base.errors import ConfigError
 from opslot.data.rope_positions import RopePositions
+from opslot.models._build import auto_class_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -99,6 +100,7 @@ def image_grid(model: dict[str, Any], side: int) -> int:
         raise ConfigError(
             "--image-size requires models that take images as patches with a grid, such as qwen3_vl",
             found=f"model_type {config.model_type!r}",
+            hint="leave out --image-size, or name such a model",
         )
     merged = vision.patch_size * vision.spatial_merge_size
     if side < merged:
@@ -123,6 +125,7 @@ def audio_tokens(model: dict[str, Any], seconds: int) -> int:
         raise ConfigError(
             "--audio-seconds requires models that take audio as mel features with a mask, such as qwen2_5_omni",
             found=f"model_type {config.model_type!r}",
+            hint="leave out --audio-seconds, or name such a model",
         )
     found = getattr(encoder, lengths)(torch.tensor([seconds * _MEL_FRAMES_PER_S]))
     return int(found[-1])
@@ -191,13 +194,8 @@ def takes_images(model: dict[str, Any]) -> bool:
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Transformers' class of a causal or multimodal language model."""
     import transformers
-    from transformers.models.auto import modeling_auto
 
-    kinds = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM")
-    names: dict[str, str] = {}
-    for kind in kinds:
-        names = {**getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}), **names}
-    return getattr(transformers, (config.architectures or [names[config.model_type]])[0])
+    return getattr(transformers, (config.architectures or [auto_class_name(config)])[0])
 
 
 def model_vocab_size(model: dict[str, Any]) -> int:

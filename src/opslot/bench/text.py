@@ -22,7 +22,9 @@ def text_batches(steps: int, batch: int, length: int, vocab_size: int) -> Any:
 
     if vocab_size < VOCABULARY:
         raise ConfigError(
-            f"--curve requires a model with a vocabulary of {VOCABULARY} or more", found=f"vocab_size is {vocab_size}"
+            f"--curve requires a model with a vocabulary of {VOCABULARY} or more",
+            found=f"vocab_size is {vocab_size}",
+            hint="leave out --curve, or name a model with more tokens",
         )
     needed = steps * batch * length
     with tempfile.TemporaryDirectory() as folder:

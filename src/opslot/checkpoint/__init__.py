@@ -5,8 +5,9 @@ The names are imported when they are used: training checkpoints are listed witho
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from opslot._base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from opslot.checkpoint.adapters import save_adapter
@@ -18,24 +19,6 @@ if TYPE_CHECKING:
     from opslot.checkpoint.load import LoadReport, load_weights
     from opslot.checkpoint.save import export_hf, named_weights, save_weights
     from opslot.checkpoint.tensor_slice import TensorSlice, local_ranges
-
-_MODULES = {
-    "LAYOUTS": "experts",
-    "CheckpointTensorConverter": "converter",
-    "ExpertTensorConverter": "experts",
-    "LoadReport": "load",
-    "TensorSlice": "tensor_slice",
-    "SlicingConverter": "converter",
-    "convert_folder": "convert",
-    "export_hf": "save",
-    "initialize_weights": "initialize",
-    "load_weights": "load",
-    "local_ranges": "tensor_slice",
-    "named_weights": "save",
-    "read_folder": "folder",
-    "save_adapter": "adapters",
-    "save_weights": "save",
-}
 
 __all__ = [
     "LAYOUTS",
@@ -55,8 +38,17 @@ __all__ = [
     "save_weights",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".adapters": "save_adapter",
+        ".convert": "convert_folder",
+        ".converter": "CheckpointTensorConverter SlicingConverter",
+        ".experts": "LAYOUTS ExpertTensorConverter",
+        ".folder": "read_folder",
+        ".initialize": "initialize_weights",
+        ".load": "LoadReport load_weights",
+        ".save": "export_hf named_weights save_weights",
+        ".tensor_slice": "TensorSlice local_ranges",
+    },
+)

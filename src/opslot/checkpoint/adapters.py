@@ -192,11 +192,16 @@ def load_adapter(model: Any, folder: str | Path) -> None:
         tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
         result: Any = set_peft_model_state_dict(model, tensors, ADAPTER)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the adapters in {str(folder)!r} do not fit the model", found=str(error)) from error
+        raise CheckpointError(
+            f"the adapters in {str(folder)!r} do not fit the model",
+            found=str(error),
+            hint="give the model that they were trained on",
+        ) from error
     if result.unexpected_keys:
         raise CheckpointError(
             f"the adapters in {str(folder)!r} do not fit the model",
             found=f"no module for {result.unexpected_keys[0]} and {len(result.unexpected_keys) - 1} others",
+            hint="give the model that they were trained on",
         )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from opslot._base.errors import CheckpointError
 
+_HINT = "resume from another checkpoint"
 _METADATA_CLASSES = (
     "Metadata",
     "StorageMeta",
@@ -53,12 +54,16 @@ class MetadataReader(FileSystemReader):
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{file} is not the metadata of a checkpoint", found=str(error)) from error
+            raise CheckpointError(
+                f"{file} is not the metadata of a checkpoint", found=str(error), hint=_HINT
+            ) from error
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise CheckpointError(f"{file} is not the metadata of a checkpoint", found=type(metadata).__name__)
+            raise CheckpointError(
+                f"{file} is not the metadata of a checkpoint", found=type(metadata).__name__, hint=_HINT
+            )
         outside = [info.relative_path for info in metadata.storage_data.values() if not _is_name(info.relative_path)]
         if outside:
-            raise CheckpointError(f"{file} refers to files outside of the checkpoint", found=outside[0])
+            raise CheckpointError(f"{file} refers to files outside of the checkpoint", found=outside[0], hint=_HINT)
         return metadata
 
 
@@ -70,7 +75,7 @@ class LoadPlanner(DefaultLoadPlanner):
         try:
             loaded = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{name} is not plain data, and loading it could run code") from error
+            raise CheckpointError(f"{name} is not plain data, and loading it could run code", hint=_HINT) from error
         set_element(self.original_state_dict, self.mappings[name], loaded)
 
 

@@ -149,7 +149,7 @@ class _Assigner:
 
 
 def transformers_view(model: Any) -> Any:
-    """A stand-in with the same submodules as `model`, and the class that it had before FSDP2 replaced it.
+    """A replacement with the same submodules as `model`, and the class that it had before FSDP2 replaced it.
 
     Transformers looks conversions up by class name.
     """

@@ -349,7 +349,7 @@ def _read_ahead(task: list[MappedSlice], mapped: MappedFile, regions: Mapping[st
 
 
 def _byte_range(item: MappedSlice, region: Region) -> tuple[int, int]:
-    """The byte range, in its file, of the part of `item` that lies in `region`."""
+    """The byte range, in its file, of the part of `item` that is in `region`."""
     tensor_slice, entry = item.tensor_slice, item.entry
     overlap = intersect(region, tensor_slice.region)
     assert overlap is not None

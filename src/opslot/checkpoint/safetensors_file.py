@@ -124,7 +124,8 @@ def read_header(file: Path) -> list[TensorEntry]:
 def _entry(file: Path, name: str, value: dict[str, Any], base: int) -> TensorEntry:
     if value["dtype"] not in DTYPES:
         raise CheckpointError(
-            f"{file}: {name} has dtype {value['dtype']!r}, which opslot does not read; it reads {', '.join(DTYPES)}"
+            f"{file}: {name} has dtype {value['dtype']!r}, which opslot does not read",
+            hint=f"convert it to one of {', '.join(DTYPES)}",
         )
     dtype, shape, offsets = DTYPES[value["dtype"]], value["shape"], value["data_offsets"]
     if not _are_integers(shape) or not _are_integers(offsets):

@@ -389,7 +389,7 @@ class _Gatherer:
 
 
 def _remaining(shards: Mapping[str, Sequence[Output]], served: int) -> Iterator[TensorSlice | Converted]:
-    """What has not been asked for yet: everything on ranks that do not write, the rest after an error on rank 0."""
+    """What has not been saved yet: everything on ranks that do not write, the rest after an error on rank 0."""
     sources = [output.source for outputs in shards.values() for output in outputs]
     return iter([source for source in sources if not isinstance(source, TensorEntry)][served:])
 

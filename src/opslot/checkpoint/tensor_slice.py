@@ -93,7 +93,7 @@ class TensorSlice:
         return cls(target, full_region(shape), stored, transposed)
 
     def read(self, stored: Stored, part: Region) -> Tensor:
-        """The values of `part` of the target, which lies in `region`, from the checkpoint's tensor."""
+        """The values of `part` of the target, which is inside `region`, from the checkpoint's tensor."""
         within = relative(part, self.region)[len(self.region) - len(self.shape) :]
         if self.transposed:
             within = (*within[:-2], within[-1], within[-2])
@@ -116,7 +116,7 @@ def copy_overlap(destination: Tensor, region: Region, stored: Stored, tensor_sli
         destination: [extent(region)], any dtype and device; written in place.
         region: the part of the target that `destination` holds.
         stored: the checkpoint's tensor, [tensor_slice.shape].
-        tensor_slice: where `stored` lies in the target.
+        tensor_slice: where `stored` is in the target.
     """
     overlap = intersect(region, tensor_slice.region)
     if overlap is None:

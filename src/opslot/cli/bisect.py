@@ -26,8 +26,8 @@ def run(options: argparse.Namespace) -> int:
     batch, length, layers = options.batch, options.length, options.layers
     if batch < 1 or length < 2 or (layers is not None and layers < 1):
         raise ConfigError(
-            f"--batch {batch} --length {length}{f' --layers {layers}' if layers is not None else ''}: a loss needs a "
-            "batch of 1, 2 tokens and 1 layer"
+            f"--batch {batch} --length {length}{f' --layers {layers}' if layers is not None else ''} computes no loss",
+            hint="take a batch of 1, 2 tokens and 1 layer, or more",
         )
     source = read_source(options.model)
     config = load_config(source.config, trust_remote_code=source.trust_remote_code) if layers else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from opslot._base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from opslot.data.balance import balance_micro_batches
@@ -16,27 +17,6 @@ if TYPE_CHECKING:
     from opslot.data.sources import find_files
     from opslot.data.split import split_documents
     from opslot.data.tokenizer import load_tokenizer
-
-_MODULES = {
-    "IGNORE_INDEX": "collation",
-    "DataConfig": "config",
-    "Documents": "packing",
-    "MixedDataset": "mixture",
-    "PackedDataset": "packing",
-    "SampleLoader": "loader",
-    "TokenCorpus": "corpus",
-    "TokenLoader": "loader",
-    "TokenShard": "corpus",
-    "balance_micro_batches": "balance",
-    "collate": "collation",
-    "collate_padded": "collation",
-    "count_targets": "collation",
-    "evaluation_batches": "loader",
-    "find_files": "sources",
-    "load_tokenizer": "tokenizer",
-    "open_corpus": "corpus",
-    "split_documents": "split",
-}
 
 __all__ = [
     "IGNORE_INDEX",
@@ -59,9 +39,18 @@ __all__ = [
     "split_documents",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # Lazy: the configuration is read without torch, so that a command's help is quick.
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"opslot.data.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'opslot.data' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".balance": "balance_micro_batches",
+        ".collation": "IGNORE_INDEX collate collate_padded count_targets",
+        ".config": "DataConfig",
+        ".corpus": "TokenCorpus TokenShard open_corpus",
+        ".loader": "SampleLoader TokenLoader evaluation_batches",
+        ".mixture": "MixedDataset",
+        ".packing": "Documents PackedDataset",
+        ".sources": "find_files",
+        ".split": "split_documents",
+        ".tokenizer": "load_tokenizer",
+    },
+)

@@ -332,7 +332,9 @@ def load_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -
     except jinja2.TemplateSyntaxError as error:
         if "unknown tag" not in str(error):
             raise DataError(
-                f"data.chat_template: {source} is not a Jinja template", found=f"line {error.lineno}: {error}"
+                f"data.chat_template: {source} is not a Jinja template",
+                found=f"line {error.lineno}: {error}",
+                hint="fix it there",
             ) from error
     tokenizer.chat_template = text
 
@@ -341,7 +343,7 @@ def _messages(value: Any, column: str) -> list[Message]:
     """Messages with role and content, from any of the known forms.
 
     Raises:
-        SampleError: says which message is malformed.
+        SampleError: a message is malformed.
     """
     if isinstance(value, str):
         value = _parsed(value, column)

@@ -132,7 +132,7 @@ def limit_length(
     can_truncate: bool = True,
     other_fix: str = "",
 ) -> Any:
-    """At most `max_seq_len` of `tokens`, as `data.long_samples` says; None where the sample is left out.
+    """At most `max_seq_len` of `tokens`, according to `data.long_samples`; None where the sample is left out.
 
     Args:
         counts: receives samples that are truncated or left out.

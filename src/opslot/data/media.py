@@ -27,7 +27,7 @@ _KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
 
 
 class MediaError(ValueError):
-    """An image, video or audio that cannot be read; says what is wrong, without the location of the sample."""
+    """An image, video or audio that cannot be read, with the reason and without the location of the sample."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def _of_message(message: Any, queues: dict[str, list[Any]], media: list[tuple[st
 
 
 def _of_text(text: str, queues: dict[str, list[Any]], media: list[tuple[str, Any]], by_user: bool) -> Any:
-    """The text itself, or its parts where tags stand for the media of columns."""
+    """The text itself, or its parts where tags refer to the media of columns."""
     parts: list[dict[str, Any]] = []
     start = 0
     for tag in _TAG.finditer(text):

@@ -191,7 +191,10 @@ class PackedDataset(Dataset):
             while not epoch.is_known:
                 self._extend(epoch)
             if not epoch.samples or epoch.samples[-1] == 0:
-                raise DataError("there is no document to train on, or to evaluate with")
+                raise DataError(
+                    "there is no document to train on, or to evaluate with",
+                    hint="give more data, or a smaller data.eval_fraction",
+                )
             self._samples_per_epoch = epoch.samples[-1]
         return self._samples_per_epoch
 

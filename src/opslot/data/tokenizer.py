@@ -32,7 +32,11 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
                 str(folder), trust_remote_code=trust_remote_code, local_files_only=True
             )
     except Exception as error:
-        raise ConfigError(f"the tokenizer in {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"the tokenizer in {path} cannot be read",
+            found=str(error),
+            hint="set model.tokenizer_path to a folder that Transformers' AutoTokenizer loads",
+        ) from error
     raise ConfigError(
         f"no tokenizer at {path}",
         hint="set model.tokenizer_path to a folder with tokenizer.json (and tokenizer_config.json)",

@@ -166,7 +166,7 @@ class CopyReduceScatter:
     ) -> None:
         """`output_tensor` [n] = this rank's shard of the sum over ranks of `input_tensor` [ranks * n]."""
         if op != dist.ReduceOp.SUM:
-            raise AssertionError(f"expected a sum, FSDP asked for {op}")
+            raise AssertionError(f"expected a sum, FSDP requires {op}")
         rank, count = group.rank(), group.size()
         rows = input_tensor.view(count, output_tensor.numel())
         with self._buffers.in_turn():

@@ -124,7 +124,9 @@ def load_config(
                 setattr(config, name, value)
             except Exception as error:
                 raise ConfigError(
-                    f"{name}={value!r} is not a valid value for a {config.model_type} config", found=str(error)
+                    f"{name}={value!r} is not a valid value for a {config.model_type} config",
+                    found=str(error),
+                    hint="give a value of the type that config.json has",
                 ) from error
         return config
     if not isinstance(source, str | os.PathLike):
@@ -220,7 +222,7 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
     import transformers
 
     model_type = config.model_type
-    name = architecture or _named_class(config) or _auto_class_name(config)
+    name = architecture or _named_class(config) or auto_class_name(config)
     if backend == "opslot" and serve_model_type(model_type):
         cls = MODELING_REGISTRY.get(model_type)(name)
         # A patch may change what is constructed, which discovered slots never do.
@@ -272,18 +274,26 @@ def _named_class(config: PreTrainedConfig) -> str | None:
     if name is None or hasattr(transformers, name):
         return name
     try:
-        successor = _auto_class_name(config)
+        successor = auto_class_name(config)
     except ConfigError:
         return name
     logger.info("config.json names the class %s, which Transformers does not have; taking %s", name, successor)
     return successor
 
 
-def _auto_class_name(config: PreTrainedConfig) -> str:
-    """The class that Transformers' Auto classes would take: with vision or audio where the config has them."""
+def auto_class_name(config: PreTrainedConfig, *, masked: bool = False) -> str:
+    """The class that Transformers' Auto classes take for a language model: with vision or audio where the config has.
+
+    Args:
+        masked: also a masked language model, where there is no other.
+
+    Raises:
+        ConfigError: there is none.
+    """
     from transformers.models.auto import modeling_auto
 
-    for kind in ("IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+    kinds = ["IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", *["MASKED_LM"] * masked]
+    for kind in kinds:
         found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).get(config.model_type)
         if found:
             return found if isinstance(found, str) else found[0]

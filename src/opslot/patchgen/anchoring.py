@@ -44,7 +44,7 @@ def _written(edit: Anchored, document: Document, match: Match) -> list[cst.CSTNo
 
 
 def replace_match(edit: Edit, document: Document, match: Match, template: str) -> list[cst.CSTNode]:
-    """What stands for a match after `template` replaces it."""
+    """What replaces a match, by `template`."""
     earlier = document.author(match.nodes)
     if earlier is not None:
         raise document.fail(edit, f"its place was already changed by `{earlier.summary}`; drop one of the two")
@@ -56,7 +56,7 @@ def replace_match(edit: Edit, document: Document, match: Match, template: str) -
         except cst.ParserSyntaxError:
             raise document.fail(edit, f"an expression cannot be replaced by statements:\n{template}") from None
     else:
-        # What stands above the first statement is put above the edit's mark by `splice`.
+        # What is above the first statement is put above the edit's mark by `splice`.
         upstream[0] = upstream[0].with_changes(leading_lines=[])
         new = fill_statements(template, match.captures, upstream)
     document.sign(edit, new, upstream)

@@ -83,7 +83,7 @@ class PatchConfig(TextPrimitives):
             slot: the op and variant that the method's body computes.
             args: positional arguments of the kernel, as source text in the method's scope.
             returns: what the method returns, `{call}` being the kernel's result.
-            expects: fingerprints that the body may have; any other raises, since the slot would then stand for
+            expects: fingerprints that the body may have; any other raises, since the slot would then replace
                 a body with another meaning.
             outside_decorators: test the slot before the class's decorators see the call. Needed where a decorator
                 swaps the method, as `use_experts_implementation` does.
@@ -152,8 +152,9 @@ class PatchConfig(TextPrimitives):
             self._add(Anchored(target, patterns=(pattern,), template=template, slot=slot), name_map)
         else:
             raise PatchError(
-                f"slot_loss knows the variants causal and sequence_classification, not {slot.variant!r};"
-                " use PatchConfig.replace with a slot for another form"
+                "slot_loss has the variants causal and sequence_classification",
+                found=repr(slot.variant),
+                hint="use PatchConfig.replace with a slot for another form",
             )
 
     def replace(
@@ -265,7 +266,10 @@ class PatchConfig(TextPrimitives):
         """Add `from module import names`, or `import module [as alias]` when no names are given."""
         names = tuple(names)
         if is_from_import is not None and is_from_import != bool(names):
-            raise PatchError(f"add_import({module!r}): a from-import needs names, a plain import takes none")
+            raise PatchError(
+                f"add_import({module!r}): a from-import needs names, a plain import takes none",
+                hint="give names, or leave out is_from_import",
+            )
         self.additional_imports.append(ImportSpec(module, names, alias))
 
     def add_final_block(self, text: str) -> None:
@@ -313,7 +317,7 @@ class PatchConfig(TextPrimitives):
 
 def _require_method(target: str, slot: Slot) -> None:
     if target.count(".") != 1:
-        raise PatchError(f"slot {slot} has to sit in a method, `Class.method`", found=repr(target))
+        raise PatchError(f"slot {slot} is not in a method", found=repr(target), hint="name one as Class.method")
 
 
 def _fingerprints(values: str | Iterable[str]) -> tuple[str, ...]:

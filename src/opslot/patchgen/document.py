@@ -28,7 +28,7 @@ class ClassSlots:
 class Document:
     """A LibCST module with its definitions addressed by symbol, and a record of which edit wrote what.
 
-    Its definitions are parsed when they are asked for, or by `parse`.
+    Its definitions are parsed when they are used, or by `parse`.
     """
 
     def __init__(self, patch: PatchConfig, release: Release) -> None:

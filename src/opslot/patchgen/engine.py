@@ -55,7 +55,7 @@ def generate(patch: PatchConfig, release: Release) -> GeneratedModule:
 
 
 def apply_all(patch: PatchConfig, release: Release) -> tuple[Document, list[PatchError]]:
-    """Apply every edit that can be, and collect what stands against the others."""
+    """Apply every edit that can be, and collect the problems of the others."""
     check_conflicts(patch)
     document = Document(patch, release)
     problems = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from textwrap import indent
@@ -217,7 +217,7 @@ class Reviewed:
 
 @dataclass(frozen=True)
 class MethodForms:
-    """Classes whose whole `forward` is the op; the slot stands in front of its body.
+    """Classes whose whole `forward` is the op; the slot is called in front of its body.
 
     Attributes:
         op: the op's name.
@@ -363,9 +363,18 @@ def names_in(node: ast.AST) -> set[str]:
     return {found.id for found in nodes_below(node) if isinstance(found, ast.Name)}
 
 
-def skip_callers(module: ModuleView, op: str, pattern: str, reason: str) -> Iterator[Skip]:
-    """A skip for each class that calls a function whose whole name matches `pattern`, `{function}` in the reason."""
-    seen: set[str] = set()
+def skip_callers(
+    module: ModuleView,
+    op: str,
+    pattern: str,
+    reason: str = "calls {function} in another way than the reviewed forms",
+    matched: Collection[str] = (),
+) -> Iterator[Skip]:
+    """A skip for each class, but those `matched`, that calls a function whose whole name matches `pattern`.
+
+    In the reason, `{function}` is that name.
+    """
+    seen = set(matched)
     for method, calls in module.calls_by_method.items():
         owner = method.partition(".")[0]
         functions = (name.removeprefix("self.") for name, _ in calls)

@@ -35,7 +35,7 @@ class Head:
 
     @property
     def served(self) -> str:
-        """The modules that the kernel stands for, as arguments."""
+        """The modules that the kernel replaces, as arguments."""
         return ", ".join((self.linear, *self.around))
 
 

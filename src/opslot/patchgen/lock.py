@@ -137,7 +137,7 @@ class Lock:
 
 
 def lock_path() -> Path:
-    """Where the lock lies: beside this module in an installed package, else at the repository's root."""
+    """The path of the lock: beside this module in an installed package, else at the repository's root."""
     packaged = Path(__file__).with_name("patchgen.lock")
     return packaged if packaged.is_file() else Path(__file__).parents[3] / "patchgen.lock"
 

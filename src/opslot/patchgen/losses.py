@@ -40,7 +40,7 @@ class LossRegion:
     Attributes:
         head: the linear layer that computes the logits, as source text, e.g. "self.lm_head".
         head_input: what it is called with.
-        served: the modules that the fused form stands for, as source text: the head, and modules around it.
+        served: the modules that the fused form replaces, as source text: the head, and modules around it.
         shape: keyword arguments of the kernel that say how the logits change before the loss.
         guards: conditions under which the fused form does not hold.
         fused: statements in which `loss_kernel` computes the loss.
@@ -461,7 +461,7 @@ def _labels_in_place(init: ast.FunctionDef | None) -> bool:
 
 
 def _check_later_uses(statements: Sequence[ast.stmt], logits: str) -> None:
-    """Raise if the logits are used after the loss elsewhere than in the output, where None stands for them."""
+    """Raise if the logits are used after the loss elsewhere than in the output, which gets None for them."""
     for statement in statements:
         allowed = set[int]()
         for node in ast.walk(statement):

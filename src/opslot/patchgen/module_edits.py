@@ -85,7 +85,8 @@ def _drop_import_names(document: Document) -> None:
     if missing := wanted - dropped:
         raise PatchError(
             f"drop_import_names: {document.patch.source_module} of transformers {document.release.version}"
-            f" imports no {', '.join(sorted(missing))}"
+            f" imports no {', '.join(sorted(missing))}",
+            hint="drop only names that it imports",
         )
     document.module = replace_nodes(document.module, swaps)
 

@@ -198,7 +198,11 @@ def _name_alone(line: cst.CSTNode) -> cst.Name | None:
 def _captured(template: str, name: str, captures: Mapping[str, Captured]) -> Captured:
     if name not in captures:
         known = ", ".join(f"${known}" for known in captures) or "none"
-        raise PatchError(f"the template uses ${name}, which its pattern does not bind (bound: {known})\n{template}")
+        raise PatchError(
+            f"the template uses ${name}, which its pattern does not bind\n{template}",
+            found=f"bound: {known}",
+            hint="bind it in the pattern, or use another name",
+        )
     return captures[name]
 
 

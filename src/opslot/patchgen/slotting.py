@@ -175,7 +175,7 @@ def _methods(module: cst.Module) -> list[tuple[str, str]]:
 
 
 def expect_fingerprint(document: Document, edit: Edit, symbol: str, allowed: tuple[str, ...]) -> None:
-    """Raise unless upstream's `symbol` is one of the bodies that the slot may stand for."""
+    """Raise unless upstream's `symbol` is one of the bodies that the slot may replace."""
     if not allowed:
         return
     found = fingerprint(document.upstream.require(symbol).text)

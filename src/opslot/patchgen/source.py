@@ -1,4 +1,4 @@
-"""Upstream's text: where a Transformers release lies on disk, and the symbols of its modules."""
+"""Upstream's text: where a Transformers release is on disk, and the symbols of its modules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ class Release:
             try:
                 text = path.read_text(encoding="utf-8")
             except FileNotFoundError:
-                raise PatchError(f"{PACKAGE} {self.version} has no module {name} (looked at {path})") from None
+                raise PatchError(
+                    f"{PACKAGE} {self.version} has no module {name}",
+                    found=f"no file {path}",
+                    hint="use a release that has it",
+                ) from None
             self._modules[name] = UpstreamModule(name, self.version, text)
         return self._modules[name]
 
@@ -183,7 +187,9 @@ def read_version(root: Path) -> str:
     text = (root / "__init__.py").read_text(encoding="utf-8")
     found = re.search(r"^__version__ = [\"']([^\"']+)[\"']", text, re.MULTILINE)
     if found is None:
-        raise PatchError(f"{root / '__init__.py'} names no __version__")
+        raise PatchError(
+            f"{root / '__init__.py'} names no __version__", hint="give the folder of a Transformers release"
+        )
     return found.group(1)
 
 

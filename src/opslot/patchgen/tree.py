@@ -185,7 +185,7 @@ def replace_nodes(root: Node, replacements: Replacements) -> Node:
 
 
 def parenthesized(expression: cst.BaseExpression) -> cst.BaseExpression:
-    """The expression in parentheses where its parts could otherwise bind to what stands beside it."""
+    """The expression in parentheses where its parts could otherwise bind to what is beside it."""
     if isinstance(expression, _NEEDS_PARENTHESES) and not expression.lpar:
         return expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     return expression

@@ -130,7 +130,7 @@ class Binding:
         skipped: parts without a slot.
         absent: fields of `config` without effect.
         device: where the model runs.
-        dtype: the compute dtype that was asked for; None for that of each module's parameters.
+        dtype: the requested compute dtype; None for that of each module's parameters.
         model_dtype: that of most modules, for display.
     """
 

@@ -126,13 +126,13 @@ class OpSpec:
         runs: `(module) -> name`: which of Transformers' own implementations would run in that module, where it has
             several.
         applies_to: the variant of such a per-model op in a module that is a model, or None where it has none; each
-            config is asked for once.
-        per_module: `applies_to` is instead asked for every module, with the config of the sub-model around it (None
+            config is queried once.
+        per_module: `applies_to` is instead called for every module, with the config of the sub-model around it (None
             without one) as second argument. If no kernel of the op has a priority, only the modules that the
             configuration names one for are bound; the others are left alone and not listed.
         part: `(module) -> bool`: of a per-model op, whether its kernel runs in that module of the model.
         keeps: `(model, state or None, wanted) -> why`, of a per-model op: why the model keeps Transformers'
-            implementation though the configuration wants "auto" or a kernel, or None.
+            implementation though the configuration has "auto" or a kernel, or None.
         can_serve: `(bound kernel, *modules) -> bool`: whether the kernel may run in place of a call of the modules
             that generated code gives to `BoundKernel.can_serve`.
         bound_to_model: False for an op that the trainer chooses for itself and no model is bound to (the optimizer).
@@ -160,7 +160,9 @@ class OpSpec:
     def variant(self, name: str) -> OpVariant:
         """Variant `name`; ConfigError naming those that exist."""
         if name not in self.variants:
-            raise ConfigError(f"op {self.name!r} has no variant {name!r}; it has {', '.join(self.variants)}")
+            raise ConfigError(
+                f"op {self.name!r} has no variant {name!r}", hint=f"use one of {', '.join(self.variants)}"
+            )
         return self.variants[name]
 
     def field_of(self, variant: str) -> str:

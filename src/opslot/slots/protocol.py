@@ -297,7 +297,7 @@ def set_replaced_forward(module: Any, reason: str | None) -> None:
 
 
 def loss_only(module: Any) -> bool:
-    """Whether a model in evaluation is asked for its loss alone, without logits."""
+    """Whether a model in evaluation computes its loss alone, without logits."""
     return bool(module.__dict__.get(_LOSS_ONLY))
 
 

@@ -43,7 +43,7 @@ class Resolution:
 
 
 class KernelRegistry:
-    """Ops and kernels by name. Thread-safe; kernels load when first asked for."""
+    """Ops and kernels by name. Thread-safe; kernels load at their first use."""
 
     def __init__(self, sources: Iterable[str] = (), entry_points: bool = False) -> None:
         self._ops: dict[str, OpSpec] = {}
@@ -57,7 +57,9 @@ class KernelRegistry:
     def register_op(self, op: OpSpec) -> OpSpec:
         """Add an op. ConfigError when the name is taken by another one, or `op` is not an OpSpec."""
         if not isinstance(op, OpSpec):
-            raise ConfigError(f"register_op takes an OpSpec, got {op!r}")
+            raise ConfigError(
+                f"register_op takes an OpSpec, got {op!r}", hint="describe the op: OpSpec(name, variants, ...)"
+            )
         with self._lock:
             if self._ops.setdefault(op.name, op) is not op:
                 raise ConfigError(f"op {op.name!r} is registered already", hint="give the new one another name")
@@ -131,8 +133,8 @@ class KernelRegistry:
         self._discover()
         if name not in self._ops:
             near = difflib.get_close_matches(name, self._ops, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(self._ops))}"
-            raise ConfigError(f"unknown op {name!r}{hint}")
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(self._ops))}"
+            raise ConfigError(f"unknown op {name!r}", hint=hint)
         return self._ops[name]
 
     def specs(self, op_name: str | None = None, variant: str | None = None) -> list[KernelSpec]:

@@ -200,8 +200,8 @@ class KernelSpec:
         hardware: where it runs.
         requires: packages that it imports, as `Requirement`s; a string requires a module of that name, in any version.
         dtypes: dtypes it accepts; None for every floating dtype.
-        supports: given a `KernelRequest`, why it does not serve that call site, or None; asked after hardware, packages
-            and dtype.
+        supports: given a `KernelRequest`, why it does not serve that call site, or None; called after the checks of
+            hardware, packages and dtype.
         priority: measured priority under `auto`, higher is faster; eager code has 0. A mapping from the device it was
             measured on (a compute capability such as (9, 0), or "cpu" or "npu") to a number, or to a function of the
             request. A number or function alone, or the key "gpu", holds for every such device and states no

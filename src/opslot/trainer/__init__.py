@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from opslot._base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from opslot.trainer.base import BaseTrainer, TrainResult
@@ -12,18 +13,6 @@ if TYPE_CHECKING:
     from opslot.trainer.main import cli_train, run
     from opslot.trainer.parse import load_config
     from opslot.trainer.text import TextTrainer
-
-_MODULES = {
-    "BaseTrainer": "base",
-    "Callback": "callbacks",
-    "RunConfig": "config",
-    "StepRecord": "callbacks",
-    "TextTrainer": "text",
-    "TrainResult": "base",
-    "cli_train": "main",
-    "load_config": "parse",
-    "run": "main",
-}
 
 __all__ = [
     "BaseTrainer",
@@ -37,8 +26,14 @@ __all__ = [
     "run",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"opslot.trainer.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'opslot.trainer' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".base": "BaseTrainer TrainResult",
+        ".callbacks": "Callback StepRecord",
+        ".config": "RunConfig",
+        ".main": "cli_train run",
+        ".parse": "load_config",
+        ".text": "TextTrainer",
+    },
+)

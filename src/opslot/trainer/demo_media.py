@@ -7,17 +7,13 @@ import base64
 import html
 import json
 import random
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opslot._base.errors import OpslotError
 from opslot._base.files import write_text
-from opslot.trainer.demo import clear_output, path_arguments
-from opslot.trainer.threads import wait_without_spinning
+from opslot.trainer.demo_command import run_demo, train_demo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,36 +50,18 @@ class MediaDemo:
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the demo; returns its exit code."""
-        wait_without_spinning()
-        from opslot.trainer.display import make_console
+        samples = {"type": int, "default": 3000, "help": "training conversations; default: %(default)s"}
+        config = f"{self.name}_demo"
+        return run_demo(f"demo_{self.name}", self.description, config, self._run, argv, samples=samples)
 
-        parser = argparse.ArgumentParser(f"python -m opslot.trainer.demo_{self.name}", description=self.description)
-        output, config = Path(f"outputs/demo-{self.name}"), Path(f"configs/{self.name}_demo.yaml")
-        parser.add_argument("--output", type=Path, default=output, help="default: %(default)s")
-        parser.add_argument("--config", type=Path, default=config, help="default: %(default)s")
-        parser.add_argument("--steps", type=int, default=None, help="optimizer steps; default: the configuration's")
-        parser.add_argument("--samples", type=int, default=3000, help="training conversations; default: %(default)s")
-        options = parser.parse_args(argv)
-        try:
-            return self._run(options.output, options.config, options.steps, options.samples, make_console())
-        except OpslotError as error:
-            print(f"demo: error: {error}", file=sys.stderr)
-            return 2
-
-    def _run(self, output: Path, config_file: Path, steps: int | None, samples: int, console: Console) -> int:
-        from opslot.trainer.main import run
-        from opslot.trainer.parse import load_config
-
-        started = time.monotonic()
-        clear_output(output)
+    def _run(self, options: argparse.Namespace, console: Console) -> None:
+        output = options.output
         console.rule(f"[bold]1. {self.media}, processor and tokenizer")
-        held_out = self.write_inputs(output, samples)
+        held_out = self.write_inputs(output, options.samples)
         console.print(f"conversations, media, processor and model configuration are in {output}", highlight=False)
-        arguments = [str(config_file), *path_arguments(output), *([f"--train.max_steps={steps}"] if steps else [])]
-        console.rule(f"[bold]2. opslot train {config_file}")
-        trainer, result = run(load_config(arguments), console)
-        if not result.completed:
-            return 0
+        trainer = train_demo(options, console)
+        if trainer is None:
+            return
         console.rule(f"[bold]3. held-out {self.media}")
         answers = self.answer(trainer.output_dir / "hf", output / "data", held_out)
         right = [given == sample["messages"][-1]["content"] for sample, given in zip(held_out, answers, strict=True)]
@@ -92,8 +70,6 @@ class MediaDemo:
         )
         page = self.write_page(output, held_out, answers, trainer.output_dir / "loss.png")
         console.print(f"samples, answers and loss curve: {page}", highlight=False)
-        console.print(f"\ntotal: {time.monotonic() - started:.0f} s", highlight=False)
-        return 0
 
     def write_inputs(self, output: Path, samples: int) -> list[dict[str, Any]]:
         """Write train.jsonl, eval.jsonl, the media, the processor and config.json; returns held-out samples."""

@@ -13,15 +13,12 @@ import json
 import random
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opslot._base.errors import OpslotError
 from opslot.data.python_sources import train_tokenizer
-from opslot.trainer.demo import clear_output, path_arguments
-from opslot.trainer.threads import wait_without_spinning
+from opslot.trainer.demo_command import arguments_of, run_demo, train_demo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,45 +52,25 @@ MODEL: dict[str, Any] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns its exit code."""
-    wait_without_spinning()
-    from opslot.trainer.display import make_console
-
-    parser = argparse.ArgumentParser("python -m opslot.trainer.demo_sft", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("outputs/demo-sft"), help="default: %(default)s")
-    parser.add_argument("--config", type=Path, default=Path("configs/sft_demo.yaml"), help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps; default those of the configuration")
-    options = parser.parse_args(argv)
-    try:
-        return _demo(options.output, options.config, options.steps, make_console())
-    except OpslotError as error:
-        print(f"demo: error: {error}", file=sys.stderr)
-        return 2
+    return run_demo("demo_sft", __doc__.splitlines()[0], "sft_demo", _demo, argv)
 
 
-def _demo(output: Path, config_file: Path, steps: int | None, console: Console) -> int:
-    from opslot.trainer.main import run
-    from opslot.trainer.parse import load_config
-
-    started = time.monotonic()
-    clear_output(output)
+def _demo(options: argparse.Namespace, console: Console) -> None:
     console.rule("[bold]1. chats and tokenizer")
-    held_out = write_inputs(output)
-    console.print(f"chats, tokenizer and model configuration are in {output}", highlight=False)
-    arguments = [str(config_file), *path_arguments(output), *([f"--train.max_steps={steps}"] if steps else [])]
-    before = answer_untrained(arguments, [question for question, _ in held_out])
-    console.rule(f"[bold]2. opslot train {config_file}")
-    trainer, result = run(load_config(arguments), console)
-    if not result.completed:
-        return 0
+    held_out = write_inputs(options.output)
+    questions = [question for question, _ in held_out]
+    console.print(f"chats, tokenizer and model configuration are in {options.output}", highlight=False)
+    before = answer_untrained(arguments_of(options), questions)
+    trainer = train_demo(options, console)
+    if trainer is None:
+        return
     console.rule("[bold]3. held-out questions")
-    after = answer(trainer.output_dir / "hf", [question for question, _ in held_out])
-    for (question, _), first, last in list(zip(held_out, before, after, strict=True))[:4]:
+    after = answer(trainer.output_dir / "hf", questions)
+    for question, first, last in list(zip(questions, before, after, strict=True))[:4]:
         console.print(f"{question}\n  before: {first!r}\n  after:  {last!r}", highlight=False, markup=False)
     for name, answers in (("before", before), ("after", after)):
         well_formed, right = rates(held_out, answers)
         console.print(f"{name}: {well_formed:.0%} well-formed, {right:.0%} right, of {len(held_out)}", highlight=False)
-    console.print(f"\ntotal: {time.monotonic() - started:.0f} s", highlight=False)
-    return 0
 
 
 def write_inputs(output: Path) -> list[tuple[str, str]]:

@@ -201,7 +201,11 @@ def _matches(path: str, name: str, is_pattern: bool) -> bool:
         try:
             return re.fullmatch(name, path) is not None
         except re.error as error:
-            raise ConfigError(f"lora.target_modules={name!r} is not a valid regular expression: {error}") from error
+            raise ConfigError(
+                f"lora.target_modules={name!r} is not a valid regular expression",
+                found=str(error),
+                hint="escape its special characters, or list names of modules",
+            ) from error
     return path == name or path.endswith(f".{name}")
 
 

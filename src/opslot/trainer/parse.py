@@ -202,7 +202,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML:\n  {error}".replace("\n", "\n  ")) from error
     except RecursionError:
-        raise ConfigError(f"{path} is not a configuration", found="YAML that is nested too deeply") from None
+        raise ConfigError(
+            f"{path} is not a configuration",
+            found="YAML that is nested too deeply",
+            hint="give the sections model, data and train",
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if values is None:

@@ -98,7 +98,9 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     try:
         write_text(target, page(run, records))
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"{target} cannot be written", found=str(error.strerror), hint="name another file with --output"
+        ) from error
     return target
 
 

@@ -79,7 +79,7 @@ class ArchitectureCheck:
     Attributes:
         arch: model_type of the checked config.
         outcomes: of each check that ran.
-        kernels: the kernel table with the kernels asked for; None where the model could not be built or bound.
+        kernels: the kernel table with the kernels of `ops`; None where the model could not be built or bound.
         error: why no check ran.
         samples: what the checks ran on: "text", "image", "video", "audio", "mixed".
         missing: why there is no sample of a kind.
@@ -349,7 +349,7 @@ class _Run:
         yield "saved by Transformers", built
 
     def _model(self, ops: Ops | None = None) -> Any:
-        """The model bound to the kernels asked for, in evaluation mode: router jitter would make each run another."""
+        """The model bound to the kernels of `ops`, in evaluation mode: router jitter would make each run another."""
         model = random_model(self.config).eval()
         apply(model, self.ops if ops is None else ops)
         return model

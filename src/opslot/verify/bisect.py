@@ -277,7 +277,7 @@ class Selections(TorchFunctionMode):
 
 
 class Float64Mode(TorchFunctionMode):
-    """Float64 wherever Transformers' code asks for float32, which would give a reference the errors of float32."""
+    """Float64 wherever Transformers' code casts to float32, which would give a reference the errors of float32."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.float:

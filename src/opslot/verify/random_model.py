@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from opslot._base.errors import ConfigError
+from opslot.models._build import auto_class_name
 from opslot.models._own_loss import averages_its_own_labels
 from opslot.models._registry import declared_sub_model
 
@@ -27,46 +27,28 @@ _NOISE = 0.1
 _RELATIVE, _FLOOR = 1e-3, 1e-6
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class of a config's model with a language model's loss.
+def class_of(config: PreTrainedConfig) -> Any:
+    """Transformers' class of a config's model with a language model's loss.
 
     Raises:
         ConfigError: there is none.
     """
     import transformers
-    from transformers.models.auto import modeling_auto
 
-    kinds = ["CausalLM", "ImageTextToText", "MultimodalLM", "Seq2SeqLM", "MaskedLM"]
-    names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM")
-    mappings = {kind: f"MODEL_FOR_{name}_MAPPING" for kind, name in zip(kinds, names, strict=True)}
-    if config.sub_configs.keys() - {"text_config"}:
-        kinds = [*kinds[1:], kinds[0]]
-    for kind in kinds:
-        if type(config) in getattr(modeling_auto, mappings[kind], {}):
-            return getattr(transformers, f"AutoModelFor{kind}")
-    raise ConfigError(f"Transformers has no class with a language model's loss for {config.model_type}")
-
-
-def has_language_model(config: PreTrainedConfig) -> bool:
-    """Whether `auto_class` has a class for a config."""
-    try:
-        auto_class(config)
-    except ConfigError:
-        return False
-    return True
+    return getattr(transformers, auto_class_name(config, masked=True))
 
 
 def random_model(config: PreTrainedConfig) -> Any:
     """Transformers' own model of `config` in float32, the same for each call; without what does not train."""
-    auto = auto_class(config)
+    cls = class_of(config)
     config = copy.deepcopy(config)
-    declared = declared_sub_model(config.model_type, auto._model_mapping[type(config)].__name__)
+    declared = declared_sub_model(config.model_type, cls.__name__)
     for name, value in declared.settings.items() if declared is not None else ():
         setattr(config, name, value)
     generator = torch.Generator().manual_seed(SEED)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = auto.from_config(config, dtype=torch.float32).train()
+        model = cls._from_config(config, dtype=torch.float32).train()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from opslot._base.errors import ConfigError
+from opslot.models._build import auto_class_name
 from opslot.patchgen.releases import version_key
-from opslot.verify.random_model import has_language_model
 from opslot.verify.tiny_sizes import (
     HEADS,
     IMAGE,
@@ -83,7 +83,8 @@ def _with_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-    if has_language_model(config):
+    with contextlib.suppress(ConfigError):
+        auto_class_name(config, masked=True)
         return config
     kinds = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
     names = [name for kind in kinds for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", ())]

@@ -376,11 +376,11 @@ def test_opcheck(name, dtype):
         arguments = (hidden, weight, *given, labels, divisor, *shaping, w0, w1, w2, w3, w4)
         op = getattr(torch.ops.opslot, f"linear_cross_entropy_{name}")
         torch.library.opcheck(op.default, arguments, test_utils=tests)
-    rows = torch.rand(3, hidden.shape[0], device=DEVICE).unbind()
+    entropy, *grads = torch.rand(3, hidden.shape[0], device=DEVICE).unbind()
     op = getattr(torch.ops.opslot, f"token_log_probs_{name}")
     torch.library.opcheck(op.default, (hidden, weight, bias, *low_rank, labels, *shaping), test_utils=tests)
     op = getattr(torch.ops.opslot, f"token_log_probs_{name}_backward")
-    arguments = (hidden, weight, bias, *low_rank, labels, *rows, *shaping, True, True, True, True, True)
+    arguments = (*grads, hidden, weight, bias, *low_rank, labels, entropy, *shaping, True, True, True, True, True)
     torch.library.opcheck(op.default, arguments, test_utils=tests)
 
 

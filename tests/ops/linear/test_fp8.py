@@ -122,7 +122,7 @@ def test_unsupported_size_raises_when_bound():
         fp8.standard(torch.randn(4, 32), torch.randn(20, 32))
 
 
-def test_older_gpus_are_refused():
+def test_older_gpus_are_unsupported():
     spec = KERNEL_REGISTRY.get("linear", "standard", "fp8")
     ampere = DeviceFacts("gpu", (8, 0))
     assert "requires compute capability 8.9" in spec.unsupported(KernelRequest("linear", "standard", ampere))

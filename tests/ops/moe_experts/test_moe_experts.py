@@ -303,11 +303,12 @@ def test_compiles_with_fullgraph(name, variant):
 def test_opcheck(name, biased):
     load(name)
     tensors = inputs(tokens=5, variant="biased" if biased else "standard")
-    gating = (None, *tensors[5:], 1.0, "silu") if biased else (None, None, None, None, 1.0, 0.0, "silu")
-    gating += (False, True, biased, biased)
+    x, gate_up, down, index, weights, *rest = tensors
+    biases, gating = (rest[:2], (*rest[2:], 1.0)) if biased else ((None, None), (None, 1.0, 0.0))
+    given = (x, gate_up, down, weights, None, *biases, index, *gating, "silu", False, True, biased, biased)
     operator = getattr(torch.ops.opslot, f"moe_{name}").default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operator, (*tensors[:5], *gating), test_utils=checks)
+    torch.library.opcheck(operator, given, test_utils=checks)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -371,7 +372,7 @@ def test_triton_with_tensor_descriptors(variant):
     """The kernels for Hopper; on a CPU through the interpreter."""
     from opslot.ops.moe_experts import triton as fused
     from opslot.ops.moe_experts._autograd import Wanted
-    from opslot.ops.moe_experts._call import variants
+    from opslot.ops.moe_experts.contract import variants
     from opslot.ops.moe_experts.routing import Routing
     from opslot.ops.moe_experts.tiling import GemmTiling, Tiles
 

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.moe_experts import op
-from opslot.ops.moe_experts._autograd import Experts, Wanted
+from opslot.ops.moe_experts._autograd import Wanted
+from opslot.ops.moe_experts.contract import Experts
 from opslot.slots import OpSlot, bind, explain, unbind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,7 +145,7 @@ def test_opcheck(name):
     x, gate, up, down, index, weights = inputs(tokens=5).values()
     operator = getattr(torch.ops.opslot, f"moe_{name}").default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (x, gate, down, index, weights, up, None, None, None, 1.0, 0.0, "silu", False, True, False, True)
+    arguments = (x, gate, down, weights, up, None, None, index, None, 1.0, 0.0, "silu", False, True, False, True)
     torch.library.opcheck(operator, arguments, test_utils=checks)
 
 

@@ -69,6 +69,10 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: str, attention: st
     """Transformers' class with Liger's patches, which change that class in the whole process."""
     patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config["model_type"])
     if patch is None:
-        raise ConfigError("Liger-Kernel has no patches for this model", found=f"model_type {config['model_type']!r}")
+        raise ConfigError(
+            "Liger-Kernel has no patches for this model",
+            found=f"model_type {config['model_type']!r}",
+            hint="leave liger out of --baselines",
+        )
     patch()
     return hf.build(config, dtype, device, attention)

@@ -7,6 +7,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
 
 def reject(kernel: str, argument: str, found: str, hint: str) -> NoReturn:
@@ -19,6 +20,13 @@ def reject(kernel: str, argument: str, found: str, hint: str) -> NoReturn:
         hint: what supports it.
     """
     raise KernelError(f"{kernel} cannot take {argument}: {found}", hint=hint)
+
+
+def require_floats(kernel: str, hint: str = "use eager", /, **tensors: Tensor | None) -> None:
+    """Raise KernelError for an argument whose dtype is not in `FLOATS`; see `reject`."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            reject(kernel, name, unsupported_dtype(tensor.dtype), hint)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -81,7 +81,8 @@ def _dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
     def dispatched(first: Any, *args: Any) -> Any:
         outputs = function(first, *args)
         if isinstance(outputs, tuple):
-            like = first if isinstance(first, Tensor) else first[0]
+            tensors = first if isinstance(first, list | tuple) else (first, *args)
+            like = next(x for x in tensors if isinstance(x, Tensor))
             return tuple([like.new_empty(0) if output is None else output for output in outputs])
         return outputs
 
@@ -122,13 +123,15 @@ def differentiable_op(
     schema: str,
     *,
     allocate: Callable[..., Any],
-    launch: Callable[..., None],
-    launch_backward: Callable[..., None],
+    launch: Callable[..., Any],
+    launch_backward: Callable[..., Any],
     allocate_gradients: Callable[..., Any] | None = None,
+    in_place: bool = True,
     differentiable: int | None = None,
     kept: Sequence[str] = (),
     returned: int | None = None,
     recomputable: bool = False,
+    module: str = "",
 ) -> Callable[..., Any]:
     """A kernel and its backward as `opslot::<name>` and `opslot::<name>_backward`, and the function that applies them.
 
@@ -144,11 +147,14 @@ def differentiable_op(
         launch_backward: (gradients, *douts, *arguments, *needs) writes the gradients that are not None.
         allocate_gradients: (*douts, *arguments, *needs) -> empty gradients, None for those that are not needed; default
             contiguous and like the arguments.
+        in_place: False for a `launch` and a `launch_backward` that take no outputs, and return what they allocate;
+            `allocate` and `allocate_gradients` are then only their fake implementations.
         differentiable: number of leading tensors that receive gradients; default all.
         kept: names of arguments and outputs in the schema that are kept for backward, which start with the
             differentiable arguments; default the tensors among the arguments.
         returned: number of leading outputs that the function returns; the others are only kept. Default all.
         recomputable: running forward again is cheaper than keeping its output: see `recomputed_by`.
+        module: name of the module that holds the kernel, for error messages; default that of `launch`.
     """
     name, results = schema.partition("(")[0], schema.rpartition(" -> ")[2].strip("()").split(", ")
     outputs = len(results) if returned is None else returned
@@ -164,9 +170,10 @@ def differentiable_op(
         gradients = empty_gradients(arguments, args[-count:] if count > 1 else (True,))
         return gradients if count > 1 else gradients[0]
 
-    run = launch_op(schema, allocate, launch)
+    define = launch_op if in_place else lambda schema, fake, function: custom_op(schema, function, fake)
+    run = define(schema, allocate, launch)
     backward_schema = _backward_schema(name, outputs, [*kept_tensors, *others], tensor_arguments[:count])
-    run_backward = launch_op(backward_schema, allocate_gradients or like_arguments, launch_backward)
+    run_backward = define(backward_schema, allocate_gradients or like_arguments, launch_backward)
     no_gradients = (None,) * (tensors - count + len(others))
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -179,20 +186,21 @@ def differentiable_op(
         ctx.others = args[tensors:]
         if recomputable:
             ctx.opslot_run = run if not torch.compiler.is_compiling() and _hooks(False) is None else None
-        if several:
-            ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)
         if returned is None:
             return found
         return found[:outputs] if several else found[0]
 
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(dout is None for dout in douts):
+            return (None,) * count + no_gradients
         if count == 1:
             return run_backward(*douts, *ctx.saved_tensors, *ctx.others), *no_gradients
         needs = ctx.needs_input_grad[:count]
         gradients = run_backward(*douts, *ctx.saved_tensors, *ctx.others, *needs)
         return *[gradient if need else None for gradient, need in zip(gradients, needs)], *no_gradients
 
-    return autograd_function(name, forward, backward, launch.__module__)
+    return autograd_function(name, forward, backward, module or launch.__module__)
 
 
 def in_dispatch_mode() -> bool:

@@ -12,33 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.masking_utils import flash_attention_mask
+from torch import Tensor
 
 from opslot._base.kernel_launch import cdiv
 from opslot.ops.attention import triton
 
 # Tokens; a multiple of the rows of every tile of queries, whatever the number of heads per group.
 _ALIGN = 128
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """`attention` of triton.py."""
-    return triton.run(
-        "batch_invariant", _attend, module, query, key, value, attention_mask, dropout, scaling, **kwargs
-    ), None
-
-
-attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
 
 
 def _attend(
@@ -63,6 +43,9 @@ def _attend(
     cu_k = torch.stack([key_starts, key_ends], 1).flatten().to(torch.int32)
     out = triton.attend(apart, k, v, cu_q, cu_k, *options).index_select(1, place)
     return out.view(batch, length, *out.shape[2:])
+
+
+attention = triton.make_attention("batch_invariant", _attend)
 
 
 def _documents(cu_seqlens: Tensor | None, batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

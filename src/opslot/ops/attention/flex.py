@@ -65,7 +65,7 @@ def flex_attention(
         except FailOnRecompileLimitHit as error:
             raise KernelError(
                 f"attn_implementation='flex_attention': compiled for {_SHAPES} shapes already, "
-                f"now asked for query {tuple(query.shape)}",
+                f"now called with query {tuple(query.shape)}",
                 hint="pad to fewer lengths, or use sdpa",
             ) from error
     return out[0], None

@@ -43,52 +43,41 @@ class _Call(NamedTuple):
     scaling: float | None
 
 
-def sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """`op.reference` without softcap and sinks, through a fused backend of torch; raises if there is none.
-
-    On CUDA flash if it supports the input, else memory-efficient; the CPU's fused attention has no dropout.
-    """
-    call = _Call("sdpa", _FUSED.get(query.device.type), dropout, scaling)
-    return _attend(call, module, query, key, value, attention_mask, kwargs), None
-
-
-def cudnn(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """`op.reference` without softcap and sinks, through cuDNN.
-
-    Packed documents and sliding windows take torch's variable-length flash kernel: cuDNN's in torch 2.11
-    (`aten::_cudnn_attention_forward` with cumulative lengths) gives wrong gradients and takes 90 ms on an H200.
-    """
-    call = _Call("cudnn", [SDPBackend.CUDNN_ATTENTION], dropout, scaling)
-    return _attend(call, module, query, key, value, attention_mask, kwargs), None
-
-
 def _packs_keys(query: Tensor, value: Tensor) -> bool:
     """Whether attention to keys without padding runs in the variable-length flash kernel, without a mask."""
     return query.is_cuda and query.dtype in _HALF and max(query.shape[-1], value.shape[-1]) <= _WIDEST
 
 
-sdpa.mask_function = sdpa_mask  # type: ignore[attr-defined]
-cudnn.mask_function = sdpa_mask  # type: ignore[attr-defined]
-sdpa.packs_keys = _packs_keys  # type: ignore[attr-defined]
-cudnn.packs_keys = _packs_keys  # type: ignore[attr-defined]
+def _kernel(name: str, backends_on: Callable[[str], list[SDPBackend] | None]) -> Callable[..., tuple[Tensor, None]]:
+    """`op.reference` without softcap and sinks, through the backends of torch for a type of device; raises without one.
+
+    Args:
+        backends_on: None for those that torch selects.
+    """
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        call = _Call(name, backends_on(query.device.type), dropout, scaling)
+        return _attend(call, module, query, key, value, attention_mask, kwargs), None
+
+    attention.mask_function = sdpa_mask  # type: ignore[attr-defined]
+    attention.packs_keys = _packs_keys  # type: ignore[attr-defined]
+    return attention
+
+
+# On CUDA flash if it supports the input, else memory-efficient; the CPU's fused attention has no dropout.
+sdpa = _kernel("sdpa", lambda device: _FUSED.get(device))
+# Packed documents and sliding windows take torch's variable-length flash kernel: cuDNN's in torch 2.11
+# (`aten::_cudnn_attention_forward` with cumulative lengths) gives wrong gradients and takes 90 ms on an H200.
+cudnn = _kernel("cudnn", lambda device: [SDPBackend.CUDNN_ATTENTION])
 
 
 def _attend(

@@ -32,55 +32,36 @@ from opslot.ops.attention.reference import causal_of, reject_options
 _LOG2E = math.log2(math.e)
 
 
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """`op.reference` without dropout; `attention_mask` is a [B, S_kv] padding mask or None.
+def make_attention(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """The kernel `name`: checks its arguments and calls `attend`, which takes those of the function of that name."""
 
-    A window without causality is that of FlashAttention: it ends `sliding_window - 1` tokens to either side.
-    """
-    return run("triton", attend, module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """`op.reference` without dropout; `attention_mask` is a [B, S_kv] padding mask or None.
 
+        A window without causality is that of FlashAttention: it ends `sliding_window - 1` tokens to either side.
+        """
+        _check(name, query, key, value, attention_mask, dropout, scaling)
+        reject_options(name, kwargs, served=("softcap", "s_aux"))
+        causal = causal_of(module, kwargs)
+        scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+        options = (kwargs.get("s_aux"), scale, causal, kwargs.get("sliding_window"), kwargs.get("softcap"))
+        if cu_q is None and attention_mask is not None:
+            return _padded(attend, q, k, v, attention_mask, options), None
+        return attend(q, k, v, cu_q, cu_k, *options), None
 
-def run(
-    name: str,
-    attend: Callable[..., Tensor],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    **kwargs: Any,
-) -> Tensor:
-    """Check the arguments of kernel `name`, and call `attend`, which takes those of the function of that name here."""
-    _check(name, query, key, value, attention_mask, dropout, scaling)
-    reject_options(name, kwargs, served=("softcap", "s_aux"))
-    causal = causal_of(module, kwargs)
-    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    options = (
-        kwargs.get("s_aux"),
-        scale,
-        causal,
-        kwargs.get("sliding_window"),
-        kwargs.get("softcap"),
-    )
-    if cu_q is None and attention_mask is not None:
-        return _padded(attend, q, k, v, attention_mask, options)
-    return attend(q, k, v, cu_q, cu_k, *options)
-
-
-attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
+    attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
+    return attention
 
 
 def attend(
@@ -107,6 +88,9 @@ def attend(
         # Dynamo rejects a tensor that is passed twice.
         cu_seqlens_k = None
     return _attention(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, scale, causal, window, softcap)
+
+
+attention = make_attention("triton", attend)
 
 
 def _check(

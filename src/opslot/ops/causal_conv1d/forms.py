@@ -73,10 +73,7 @@ class Convolutions:
             if pattern is not None and module.count(f"{owner}.forward", _FAST) == 1:
                 matched.add(owner)
                 yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, pattern))
-        reason = "calls {function} in another way than the reviewed forms"
-        for skip in skip_callers(module, OP, f"(torch_)?causal_conv1d(_fn|_update)?|{_FUNCTION}", reason):
-            if skip.symbol not in matched:
-                yield skip
+        yield from skip_callers(module, OP, f"(torch_)?causal_conv1d(_fn|_update)?|{_FUNCTION}", matched=matched)
 
 
 def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | None:

@@ -20,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.arguments import reject
+from opslot.ops._common.arguments import reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.documents import check_cu_seqlens
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.causal_conv1d.op import in_one_row, in_rows
 
 _LABEL = "causal_conv1d_implementation='triton'"
@@ -407,9 +406,7 @@ def standard(
     """
     if activation not in (None, "silu", "swish"):
         reject(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
-    for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype not in FLOATS:
-            reject(_LABEL, name, unsupported_dtype(tensor.dtype), "use eager")
+    require_floats(_LABEL, hidden_states=hidden_states, weight=weight, bias=bias)
     channels = hidden_states.shape[1]
     if weight.dim() != 2 or weight.shape[0] != channels or not 1 <= weight.shape[1] <= _TAPS:
         wanted = f"({channels}, 1 to {_TAPS})"

@@ -79,10 +79,7 @@ class DeltaRules:
             if match := self._call(module, method, calls):
                 matched.add(match.symbol)
                 yield match
-        reason = "calls {function} in another way than the reviewed forms"
-        for skip in skip_callers(module, OP, self.other_names, reason):
-            if skip.symbol not in matched:
-                yield skip
+        yield from skip_callers(module, OP, self.other_names, matched=matched)
 
     def _call(self, module: ModuleView, method: str, calls: list[ast.Call]) -> Match | None:
         """A match if the method calls the reviewed function once, with arguments of the op's contract."""

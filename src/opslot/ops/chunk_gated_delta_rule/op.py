@@ -46,8 +46,8 @@ def reference(
     `use_qk_l2norm_in_kernel`, queries and keys are first divided by their norms.
 
     Returns:
-        The output [B, S, V_heads, V] in `query`'s dtype and, if asked for, the last state of each row (with
-        `cu_seqlens`: of each document) in the dtype computed in; `initial_state` has the same shape.
+        The output [B, S, V_heads, V] in `query`'s dtype and, with `output_final_state`, the last state of each row
+        (with `cu_seqlens`: of each document) in the dtype computed in; `initial_state` has the same shape.
 
     Raises:
         KernelError: `cu_seqlens` that do not cover the tokens or cross rows, or heads that do not divide.

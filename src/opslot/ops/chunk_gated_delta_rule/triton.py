@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import copy_or_zero, reject
+from opslot.ops._common.arguments import copy_or_zero, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients
 from opslot.ops._common.documents import one_row
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import prepare
 from opslot.ops.chunk_gated_delta_rule.kernels.channel_gradients import write_channel_gradients
@@ -111,9 +110,7 @@ def chunk_gated_delta_rule(
         KernelError: another dtype, larger keys, or arguments that the reference rejects.
     """
     named = {"query": query, "key": key, "value": value, "g": g, "beta": beta, "initial_state": initial_state}
-    for name, tensor in named.items():
-        if tensor is not None and tensor.dtype not in FLOATS:
-            reject(_LABEL, name, unsupported_dtype(tensor.dtype), "use torch_chunked")
+    require_floats(_LABEL, "use torch_chunked", **named)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             reject(_LABEL, name, f"its dtype is {tensor.dtype}, query's is {query.dtype}", "give all three the same")

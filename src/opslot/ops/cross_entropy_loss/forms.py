@@ -37,7 +37,7 @@ class LanguageModelHeads:
         try:
             loss_region(function, init, name, module.classes)
         except UnknownLossError as reason:
-            # The forward raises when it is asked for log-probabilities, instead of ignoring the argument.
+            # The forward raises for return_log_probs, instead of ignoring the argument.
             return Skip(name, OP, str(reason), lambda patch: patch.decorate(forward, *_LOG_PROBS))
 
         def write(patch: PatchConfig) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from opslot._base.host_values import device_copy
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import custom_op, once_differentiable
+from opslot.ops._common.custom_op import custom_op, differentiable_op, once_differentiable
 from opslot.ops.cross_entropy_loss.chunked import (
     Backend,
     Head,
@@ -23,6 +23,7 @@ from opslot.ops.cross_entropy_loss.chunked import (
     token_gradients,
     tokens,
 )
+from opslot.ops.cross_entropy_loss.contract import Inputs, loss_variants, token_log_probs_variant
 from opslot.ops.cross_entropy_loss.low_rank import low_rank_of, set_adds_adapters
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_hidden, Tensor? low_weight, Tensor labels"
@@ -39,7 +40,6 @@ class _Ops:
 
     loss: Callable[..., tuple[Tensor, ...]]
     tokens: Callable[..., tuple[Tensor, Tensor]]
-    token_gradients: Callable[..., tuple[Tensor, ...]]
     rescale: Callable[[Tensor, Tensor], None]
     unsupported: Callable[[Tensor], str | None]
 
@@ -54,62 +54,11 @@ def make_kernels(backend: Backend) -> tuple[Callable[..., Any], Callable[..., An
     Defines its custom ops, so it is called once per backend.
     """
     name = backend.name
-    _OPS[name] = _Ops(_loss_op(backend), *_token_ops(backend), backend.rescale, backend.unsupported)
+    _OPS[name] = _Ops(_loss_op(backend), _token_op(backend), backend.rescale, backend.unsupported)
 
-    def causal(
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        **kwargs: Any,
-    ) -> Tensor:
-        if shift_labels is None:
-            shift_labels = shifted(labels, ignore_index)
-        shaping = (ignore_index, float(label_smoothing), *_shape(name, softcap, logit_scale))
-        logits = _logits(name, hidden_states, weight, bias, shift_labels, kwargs.get("head"))
-        return _loss(name, *logits, num_items_in_batch, shaping)
-
-    def sequence_classification(
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        *,
-        bias: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        **kwargs: Any,
-    ) -> Tensor:
-        shaping = (ignore_index, float(label_smoothing), 0.0, 1.0)
-        logits = _logits(name, hidden_states, weight, bias, labels, kwargs.get("head"))
-        return _loss(name, *logits, num_items_in_batch, shaping)
-
-    def token_log_probs(
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        if shift_labels is None:
-            shift_labels = shifted(labels, ignore_index)
-        shaping = (ignore_index, 0.0, *_shape(name, softcap, logit_scale))
-        head, flat = _logits(name, hidden_states, weight, bias, shift_labels, kwargs.get("head"))
-        log_probs, entropy = _TokenLogProbs.apply(name, *head, flat, *shaping)
-        return log_probs.view(shift_labels.shape), entropy.view(shift_labels.shape)
-
+    module = backend.loss_step.__module__
+    causal, sequence_classification = loss_variants(partial(_loss, name), module)
+    token_log_probs = token_log_probs_variant(partial(_token_log_probs, name), module)
     for kernel in (causal, sequence_classification, token_log_probs):
         set_adds_adapters(kernel)
     return causal, sequence_classification, token_log_probs
@@ -121,11 +70,6 @@ def _shape(name: str, softcap: float | None, logit_scale: float) -> tuple[float,
         if isinstance(value, Tensor) and value.requires_grad:
             _reject(name, argument, "it requires a gradient, and only hidden_states and weight receive one")
     return float(softcap or 0.0), float(logit_scale)
-
-
-def shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Labels of the next position; the last position of a sequence gets `ignore_index`."""
-    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 Flat = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -190,17 +134,16 @@ def loss_divisor(
     return num_items.reshape(()).to(dtype)
 
 
-def _logits(
-    name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Any
-) -> tuple[Head, Tensor]:
+def _prepared(name: str, inputs: Inputs, label_smoothing: float) -> tuple[Head, Tensor, ShapingArguments]:
     """The logits to compute, with the adapters of the module `head`, and the labels [N]."""
-    hidden, weight, bias, labels = flat_inputs(name, hidden_states, weight, bias, labels)
+    shaping = (inputs.ignore_index, float(label_smoothing), *_shape(name, inputs.softcap, inputs.logit_scale))
+    hidden, weight, bias, labels = flat_inputs(name, *inputs[:4])
     reason = _OPS[name].unsupported(hidden)
     if reason:
         _reject(name, "hidden_states", reason)
-    low_rank = None if head is None else low_rank_of(head, hidden)
+    low_rank = None if inputs.head is None else low_rank_of(inputs.head, hidden)
     low_hidden, low_weight = (None, None) if low_rank is None else (t.to(hidden.dtype) for t in low_rank)
-    return Head(hidden, weight, bias, low_hidden, low_weight), labels
+    return Head(hidden, weight, bias, low_hidden, low_weight), labels, shaping
 
 
 def _reject(name: str, argument: str, found: str) -> NoReturn:
@@ -208,7 +151,8 @@ def _reject(name: str, argument: str, found: str) -> NoReturn:
     reject(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
 
-def _loss(name: str, head: Head, labels: Tensor, num_items: Tensor | int | None, shaping: ShapingArguments) -> Tensor:
+def _loss(name: str, inputs: Inputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
+    head, labels, shaping = _prepared(name, inputs, label_smoothing)
     if not 0.0 <= shaping[1] <= 1.0:
         _reject(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
     divisor = loss_divisor(name, labels, num_items, shaping[0], loss_dtype(head.hidden.dtype))
@@ -217,6 +161,12 @@ def _loss(name: str, head: Head, labels: Tensor, num_items: Tensor | int | None,
     if any(wanted):
         return _LinearCrossEntropy.apply(name, *head, labels, divisor, *shaping, *wanted)
     return _OPS[name].loss(*head, labels, divisor, *shaping, *wanted)[0]
+
+
+def _token_log_probs(name: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    head, labels, shaping = _prepared(name, inputs, 0.0)
+    log_probs, entropy = _OPS[name].tokens(*head, labels, *shaping)
+    return log_probs.view(inputs.labels.shape), entropy.view(inputs.labels.shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -243,23 +193,6 @@ def _times(name: str, grad: Tensor, factor: Tensor) -> Tensor:
         return grad * factor
     _OPS[name].rescale(grad, factor)
     return grad
-
-
-class _TokenLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-        log_probs, entropy = _OPS[name].tokens(*arguments)
-        ctx.save_for_backward(*arguments[:6], entropy)
-        ctx.name, ctx.shaping = name, arguments[6:]
-        return log_probs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[1:6]
-        op = _OPS[ctx.name].token_gradients
-        found = op(*ctx.saved_tensors, grad_log_probs, grad_entropy, *ctx.shaping, *wanted)
-        return None, *(grad if wants else None for grad, wants in zip(found, wanted, strict=True)), *[None] * 5
 
 
 def _empty_grads(head: Sequence[Tensor | None], dtype: torch.dtype, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -289,28 +222,28 @@ def _loss_op(backend: Backend) -> Callable[..., Any]:
     return custom_op(schema, loss, fake)
 
 
-def _token_ops(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _token_op(backend: Backend) -> Callable[..., Any]:
     def forward(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
             return tokens(backend, Head(hidden, *arguments[:4]), arguments[4], Shaping(*arguments[5:]))
 
-    def forward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         labels, dtype = arguments[4], loss_dtype(hidden.dtype)
         return torch.empty_like(labels, dtype=dtype), torch.empty_like(labels, dtype=dtype)
 
-    def backward(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        head, (labels, entropy, *grads) = Head(hidden, *arguments[:4]), arguments[4:8]
-        shaping, wanted = Shaping(*arguments[8:-5]), arguments[-5:]
-        with torch.autocast(hidden.device.type, enabled=False):
-            return token_gradients(backend, head, labels, entropy, grads[0], grads[1], shaping, wanted)
+    def backward(grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *arguments: Any) -> Any:
+        head, labels, entropy, shaping = Head(*arguments[:5]), arguments[5], arguments[6], Shaping(*arguments[7:-5])
+        grads = [torch.zeros_like(entropy) if grad is None else grad for grad in (grad_log_probs, grad_entropy)]
+        with torch.autocast(entropy.device.type, enabled=False):
+            found = token_gradients(backend, head, labels, entropy, grads[0], grads[1], shaping, arguments[-5:])
+        return tuple([grad if wanted else None for grad, wanted in zip(found, arguments[-5:], strict=True)])
 
-    def backward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return _empty_grads((hidden, *arguments[:4]), hidden.dtype, arguments[-5:])
-
-    per_row = "Tensor entropy, Tensor grad_log_probs, Tensor grad_entropy"
-    name, backward_name = f"token_log_probs_{backend.name}", f"token_log_probs_{backend.name}_backward"
-    gradients = f"{_INPUTS}, {per_row}, {_SHAPING}, {_WANTED}"
-    return (
-        custom_op(f"{name}({_INPUTS}, {_SHAPING}) -> (Tensor, Tensor)", forward, forward_fake),
-        custom_op(f"{backward_name}({gradients}) -> ({_GRADIENTS})", backward, backward_fake),
+    return differentiable_op(
+        f"token_log_probs_{backend.name}({_INPUTS}, {_SHAPING}) -> (Tensor log_probs, Tensor entropy)",
+        allocate=fake,
+        launch=forward,
+        launch_backward=backward,
+        in_place=False,
+        differentiable=5,
+        kept=("hidden", "weight", "bias", "low_hidden", "low_weight", "labels", "entropy"),
     )

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from opslot._base.errors import ConfigError
-from opslot.ops.cross_entropy_loss.fused import shifted
+from opslot.ops.cross_entropy_loss.contract import shifted
 from opslot.ops.cross_entropy_loss.low_rank import linear_of
 from opslot.ops.cross_entropy_loss.op import log_probs_of, scaled_and_capped
 from opslot.slots import protocol

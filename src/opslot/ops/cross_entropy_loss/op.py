@@ -1,10 +1,4 @@
-"""Linear head + cross entropy: contract, references and costs.
-
-Shapes: `hidden_states` [..., H] with any strides, `weight` [V, H] and `bias` [V] are the head's, `labels` [...]
-are integers in [0, V) or `ignore_index`. Logits are scaled and capped in the dtype of the inputs, as in Transformers;
-softmax and loss in float32 (float64 for float64 inputs). Label smoothing is Szegedy et al. 2016, section 7: targets
-(1 - e) onehot + e / V.
-"""
+"""Linear head + cross entropy: references and costs. Shapes are those of contract.py."""
 
 from __future__ import annotations
 
@@ -16,91 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opslot.ops.cross_entropy_loss.cases import CAUSAL_CASES, CLASSIFICATION_CASES, TOKEN_CASES, benchmark_case
+from opslot.ops.cross_entropy_loss.contract import Inputs, loss_variants, token_log_probs_variant
 from opslot.ops.cross_entropy_loss.heads import can_serve
 from opslot.ops.cross_entropy_loss.low_rank import linear_of, low_rank_problem
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
-
-
-def causal(
-    hidden_states: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    *,
-    bias: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    **kwargs: Any,
-) -> Tensor:
-    """Loss of a causal language model: position t predicts `labels[..., t + 1]`.
-
-    Args:
-        hidden_states: [B, S, H], or [N, H] beside `shift_labels`.
-        labels: [B, S], not shifted; the last position of a sequence predicts nothing.
-        num_items_in_batch: divisor of the summed loss, e.g. the labels of all accumulation steps; None divides by the
-            number of labels that are not ignored (NaN if there are none).
-        shift_labels: labels that are shifted already, used as they are.
-        bias: [V], the head's.
-        softcap: logits become softcap * tanh(logits / softcap), after `logit_scale`.
-        logit_scale: factor of the logits.
-        kwargs: other arguments of a model's forward (position_ids, cu_seq_lens_q, ...), ignored, and `head`, the module
-            of `weight` and `bias`: kernels marked by `set_adds_adapters` add its LoRA adapters.
-
-    Returns:
-        A scalar, float32 or float64.
-    """
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logits = _logits(hidden_states, weight, bias, softcap, logit_scale)
-    return _loss(logits, shift_labels, num_items_in_batch, ignore_index, label_smoothing)
-
-
-def sequence_classification(
-    hidden_states: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    *,
-    bias: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    **kwargs: Any,
-) -> Tensor:
-    """Loss of a classifier: `hidden_states` [..., H] predict `labels` [...] in place.
-
-    Returns:
-        A scalar, float32 or float64.
-    """
-    logits = _logits(hidden_states, weight, bias, None, 1.0)
-    return _loss(logits, labels, num_items_in_batch, ignore_index, label_smoothing)
-
-
-def token_log_probs(
-    hidden_states: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Per-token log-probabilities and entropies, as policy gradients need them; `logit_scale` is 1 / temperature.
-
-    Returns:
-        (log_probs, entropy), both shaped like `labels`, float32 or float64: at position t the log-probability of
-        `labels[..., t + 1]` (`shift_labels[..., t]`) and the entropy in nats of its distribution; 0 where the label
-        is ignored.
-    """
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logits = _logits(hidden_states, weight, bias, softcap, logit_scale)
-    return log_probs_of(logits, shift_labels.to(hidden_states.device), ignore_index)
 
 
 def log_probs_of(logits: Tensor, shift_labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -112,10 +25,9 @@ def log_probs_of(logits: Tensor, shift_labels: Tensor, ignore_index: int = -100)
     return log_probs.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0)
 
 
-def _logits(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float
-) -> Tensor:
-    return scaled_and_capped(F.linear(hidden_states, weight, bias), softcap, logit_scale)
+def _logits(inputs: Inputs) -> Tensor:
+    logits = F.linear(inputs.hidden_states, inputs.weight, inputs.bias)
+    return scaled_and_capped(logits, inputs.softcap, inputs.logit_scale)
 
 
 def scaled_and_capped(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
@@ -130,19 +42,26 @@ def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _loss(
-    logits: Tensor, labels: Tensor, num_items: Tensor | int | None, ignore_index: int, label_smoothing: float
-) -> Tensor:
+def _loss(inputs: Inputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
+    logits = _logits(inputs)
     logits = _upcast(logits).reshape(-1, logits.shape[-1])
-    labels = labels.reshape(-1).to(logits.device)
+    labels = inputs.labels.reshape(-1).to(logits.device)
     reduction = "mean" if num_items is None else "sum"
     loss = F.cross_entropy(
-        logits, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        logits, labels, ignore_index=inputs.ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
     if num_items is None:
         return loss
     # Some callers pass a tensor of shape [1], which would give the loss that shape.
     return loss / (num_items.to(loss.device).reshape(()) if isinstance(num_items, Tensor) else num_items)
+
+
+def _token_log_probs(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return log_probs_of(_logits(inputs), inputs.labels.to(inputs.hidden_states.device), inputs.ignore_index)
+
+
+causal, sequence_classification = loss_variants(_loss, __name__)
+token_log_probs = token_log_probs_variant(_token_log_probs, __name__)
 
 
 def head_of(module: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView
@@ -27,27 +28,23 @@ class ExpandKvMethods:
         for name in module.classes:
             for method in (f"{name}.{each}" for each in module.own_methods(name)):
                 if "kv_b_proj" in module.text(method) and module.fingerprint(method) == _METHOD:
-                    yield Match(name, _SLOT.op, _SLOT.variant, _WriteMethod(method, module.parameters(method)[1]))
+                    yield Match(
+                        name, _SLOT.op, _SLOT.variant, partial(_write_method, method, module.parameters(method)[1])
+                    )
 
 
-@dataclass(frozen=True)
-class _WriteMethod:
-    """Returns what the slot computes, in the dtype that the copies have."""
-
-    method: str
-    k_rot: str
-
-    def __call__(self, patch: PatchConfig) -> None:
-        patch.replace(
-            self.method,
-            "$k_nope, $value = torch.split($kv, [$nope, $width], dim=-1)",
-            f"""
-            if {_BOUND} is not None:
-                return {_BOUND}($kv, {self.k_rot}.to($kv.dtype), $nope)
-            $match
-            """,
-            slot=_SLOT,
-        )
+def _write_method(method: str, k_rot: str, patch: PatchConfig) -> None:
+    """Return what the slot computes, in the dtype that the copies have."""
+    patch.replace(
+        method,
+        "$k_nope, $value = torch.split($kv, [$nope, $width], dim=-1)",
+        f"""
+        if {_BOUND} is not None:
+            return {_BOUND}($kv, {k_rot}.to($kv.dtype), $nope)
+        $match
+        """,
+        slot=_SLOT,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class ExpandedKeys:
             if ".expand(" in module.text(forward) and isinstance(definition, ast.FunctionDef):
                 found = [each for each in _find_statements(definition.body) if _is_closed(definition, each)]
                 if len(found) == 1:
-                    yield Match(name, _SLOT.op, _SLOT.variant, _WriteStatements(forward, found[0]))
+                    yield Match(name, _SLOT.op, _SLOT.variant, partial(_write_statements, forward, found[0]))
 
 
 def _find_statements(body: list[ast.stmt]) -> Iterator[_Statements]:
@@ -123,32 +120,24 @@ def _is_closed(definition: ast.FunctionDef, found: _Statements) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _WriteStatements:
-    """Leaves the heads whole, and lets the slot compute keys and values where keys are concatenated."""
-
-    forward: str
-    found: _Statements
-
-    def __call__(self, patch: PatchConfig) -> None:
-        found = self.found
-        whole = f"{found.k_nope} = {found.kv}"
-        patch.replace(
-            self.forward, ast.unparse(found.split), f"if {_BOUND} is not None:\n    {whole}\nelse:\n    $match"
-        )
-        patch.replace(self.forward, ast.unparse(found.expand), f"if {_BOUND} is None:\n    $match")
-        results = f"{ast.unparse(found.concatenate.targets[0])}, {found.value}"
-        patch.replace(
-            self.forward,
-            ast.unparse(found.concatenate),
-            f"""
-            if {_BOUND} is not None:
-                {results} = {_BOUND}({found.k_nope}, {found.k_rot}, {found.nope})
-            else:
-                $match
-            """,
-            slot=_SLOT,
-        )
+def _write_statements(forward: str, found: _Statements, patch: PatchConfig) -> None:
+    """Leave the heads whole, and let the slot compute keys and values where keys are concatenated."""
+    found = found
+    whole = f"{found.k_nope} = {found.kv}"
+    patch.replace(forward, ast.unparse(found.split), f"if {_BOUND} is not None:\n    {whole}\nelse:\n    $match")
+    patch.replace(forward, ast.unparse(found.expand), f"if {_BOUND} is None:\n    $match")
+    results = f"{ast.unparse(found.concatenate.targets[0])}, {found.value}"
+    patch.replace(
+        forward,
+        ast.unparse(found.concatenate),
+        f"""
+        if {_BOUND} is not None:
+            {results} = {_BOUND}({found.k_nope}, {found.k_rot}, {found.nope})
+        else:
+            $match
+        """,
+        slot=_SLOT,
+    )
 
 
 FORMS = (ExpandKvMethods(), ExpandedKeys())

@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.arguments import adjacent, reject
+from opslot.ops._common.arguments import adjacent, reject, require_floats
 from opslot.ops._common.custom_op import launch_op, once_differentiable
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
 _LABEL = "expand_kv_implementation='triton'"
 # Most elements of a tile, heads times channels.
@@ -210,9 +209,7 @@ class _ExpandKv(torch.autograd.Function):
 
 def standard(kv: Tensor, k_rot: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
     """`op.standard` for float32, bfloat16 and float16."""
-    for name, x in (("kv", kv), ("k_rot", k_rot)):
-        if x.dtype not in FLOATS:
-            reject(_LABEL, name, unsupported_dtype(x.dtype), "use eager")
+    require_floats(_LABEL, kv=kv, k_rot=k_rot)
     if kv.dim() != 4 or not 0 < qk_nope_head_dim < kv.shape[-1]:
         found = f"its shape is {tuple(kv.shape)}, not [B, heads, S, {qk_nope_head_dim} + v]"
         reject(_LABEL, "kv", found, "use eager")

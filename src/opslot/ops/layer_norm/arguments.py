@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
+from opslot.ops._common.arguments import reject, require_floats
 from opslot.ops.layer_norm.op import MAX_WIDTH
 
 
@@ -20,12 +19,9 @@ def checked(kernel: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) 
         KernelError: unsupported shapes or dtypes.
     """
     width = x.shape[-1] if x.dim() else 0
-    for name, tensor in (("hidden_states", x), ("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        if tensor.dtype not in FLOATS:
-            reject(kernel, name, unsupported_dtype(tensor.dtype), "use eager")
-        if tensor is not x and tensor.shape != (width,):
+    require_floats(kernel, hidden_states=x, weight=weight, bias=bias)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != (width,):
             reject(kernel, name, f"its shape is {tuple(tensor.shape)}, not ({width},)", "use eager")
     if width > MAX_WIDTH:
         reject(kernel, "hidden_states", f"its rows have {width} elements, more than {MAX_WIDTH}", "use eager")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
+from opslot.ops._common.arguments import reject, require_floats
 
 HINT = "fix the argument, or set linear_implementation to eager for this module"
 
@@ -25,8 +24,7 @@ def checked(kernel: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> 
         dtype = torch.get_autocast_dtype(device)
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if input.dtype not in FLOATS:
-        reject(kernel, "input", unsupported_dtype(input.dtype), HINT)
+    require_floats(kernel, HINT, input=input)
     if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[1]:
         reject(kernel, "weight", f"shape {tuple(weight.shape)} beside input {tuple(input.shape)}", HINT)
     if weight.dtype != input.dtype:

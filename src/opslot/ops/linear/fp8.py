@@ -93,7 +93,7 @@ _last: tuple[Any, int, bool, Any] | None = None
 
 
 def _quantized_input(x: Tensor, by_column: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """An input by row, and by column where asked for."""
+    """An input by row, and by column with `by_column`."""
     global _last
     matrix = x.reshape(-1, x.shape[-1]).contiguous()
     if torch.compiler.is_compiling() or x.is_inference():

@@ -232,10 +232,7 @@ class Scans:
         for match in _mixers(module):
             matched.add(match.symbol)
             yield match
-        reason = "calls {function} in another way than the reviewed forms"
-        for skip in skip_callers(module, OP, _SCANS, reason):
-            if skip.symbol not in matched:
-                yield skip
+        yield from skip_callers(module, OP, _SCANS, matched=matched)
 
 
 def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | None:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import copy_or_zero, reject
+from opslot.ops._common.arguments import copy_or_zero, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients
 from opslot.ops._common.documents import one_row
 from opslot.ops._common.kernels.tiles import as_tokens
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.mamba_chunk_scan.kernels import selective, selective_gradients
 from opslot.ops.mamba_chunk_scan.kernels.call import prepare
 from opslot.ops.mamba_chunk_scan.kernels.gradients import write_gradients
@@ -130,9 +129,7 @@ def mamba_chunk_scan(
         KernelError: another dtype, wider heads, or arguments that the reference rejects.
     """
     per_head = {"A": A, "D": D, "dt_bias": dt_bias}
-    for name, tensor in {"x": x, "dt": dt, "B": B, "C": C, "initial_states": initial_states, **per_head}.items():
-        if tensor is not None and tensor.dtype not in FLOATS:
-            reject(_LABEL, name, unsupported_dtype(tensor.dtype), "use torch_chunked")
+    require_floats(_LABEL, "use torch_chunked", x=x, dt=dt, B=B, C=C, initial_states=initial_states, **per_head)
     for name, tensor in (("B", B), ("C", C)):
         if tensor.dtype != x.dtype:
             reject(_LABEL, name, f"its dtype is {tensor.dtype}, x's is {x.dtype}", "give all three the same")

@@ -1,9 +1,7 @@
-"""Argument handling that all kernels of the op share: signatures, checks, autocast."""
+"""Argument handling that all kernels of the op share: checks, autocast."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,119 +9,9 @@ from torch import Tensor
 
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
-from opslot.ops._common.activations import Activation, activation_name, activation_problem
-from opslot.ops.moe_experts._autograd import Experts
+from opslot.ops.moe_experts.contract import Experts
 
 Problem = tuple[str, str] | None
-
-# (hidden_states, experts, top_k_index, top_k_weights) -> [T, H]
-Run = Callable[[Tensor, Experts, Tensor, Tensor], Tensor]
-Contract = Callable[..., Tensor]
-
-
-def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract, Contract, Contract]:
-    """`run` with the signatures of standard, clamped, biased, split, transposed and ungated in `op`."""
-
-    def unclamped(**layout: bool) -> Contract:
-        def contract(
-            hidden_states: Tensor,
-            gate_up_proj: Tensor,
-            down_proj: Tensor,
-            top_k_index: Tensor,
-            top_k_weights: Tensor,
-            activation: Activation = "silu",
-        ) -> Tensor:
-            experts = Experts(gate_up_proj, down_proj, activation=known_activation(activation), **layout)  # type: ignore[arg-type]
-            return run(hidden_states, experts, top_k_index, top_k_weights)
-
-        return contract
-
-    def clamped(
-        hidden_states: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        limit: float,
-        alpha: float = 1.0,
-        up_offset: float = 0.0,
-        clamps_activation: bool = False,
-    ) -> Tensor:
-        experts = Experts(
-            gate_up_proj,
-            down_proj,
-            limit=None if limit == math.inf else limit,
-            alpha=alpha,
-            up_offset=up_offset,
-            clamps_activation=clamps_activation and limit != math.inf,
-        )
-        return run(hidden_states, experts, top_k_index, top_k_weights)
-
-    def biased(
-        hidden_states: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        gate_up_proj_bias: Tensor,
-        down_proj_bias: Tensor,
-        limit: float,
-        alpha: float,
-    ) -> Tensor:
-        experts = Experts(
-            gate_up_proj,
-            down_proj,
-            gate_up_bias=gate_up_proj_bias,
-            down_bias=down_proj_bias,
-            limit=limit,
-            alpha=alpha,
-            up_offset=1.0,
-            transposed=True,
-            down_transposed=True,
-        )
-        return run(hidden_states, experts, top_k_index, top_k_weights)
-
-    def split(
-        hidden_states: Tensor,
-        gate_proj: Tensor,
-        up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        activation: Activation = "silu",
-    ) -> Tensor:
-        experts = Experts(gate_proj, down_proj, up_proj, activation=known_activation(activation), down_transposed=True)
-        return run(hidden_states, experts, top_k_index, top_k_weights)
-
-    def ungated(
-        hidden_states: Tensor,
-        up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        activation: Activation = "silu",
-    ) -> Tensor:
-        experts = Experts(up_proj, down_proj, activation=known_activation(activation), gated=False)
-        return run(hidden_states, experts, top_k_index, top_k_weights)
-
-    transposed = unclamped(transposed=True, down_transposed=True)
-    return unclamped(), clamped, biased, split, transposed, ungated
-
-
-def known_activation(activation: Activation) -> str:
-    """Its name in `ACTIVATIONS`.
-
-    Raises:
-        KernelError: the kernels do not compute it.
-    """
-    name = activation_name(activation)
-    if name is None:
-        raise KernelError(
-            "moe_experts: unsupported activation",
-            found=activation_problem(activation) or "",
-            hint="set moe_implementation to eager",
-        )
-    return name
 
 
 def prepare(

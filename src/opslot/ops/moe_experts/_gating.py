@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opslot.ops._common.activations import ACTIVATIONS
-from opslot.ops.moe_experts._autograd import Experts
+from opslot.ops.moe_experts.contract import Experts
 
 # (gate and up [P, 2I],), (up [P, I],) or (gate [P, I], up [P, I])
 Parts = tuple[Tensor, ...]
@@ -33,7 +33,8 @@ def halves_of(parts: Parts, experts: Experts) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _bounded(gate: Tensor, up: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def bounded(gate: Tensor, up: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Gate and up within the limit, if there is one."""
     limit = experts.limit
     if limit is None:
         return gate, up
@@ -41,7 +42,7 @@ def _bounded(gate: Tensor, up: Tensor, experts: Experts) -> tuple[Tensor, Tensor
 
 
 def activate_parts(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
-    gate, up = _bounded(gate, up, experts)
+    gate, up = bounded(gate, up, experts)
     if experts.alpha != 1.0:
         activated = torch.sigmoid(gate * experts.alpha).mul_(gate)
     else:
@@ -60,7 +61,7 @@ def activate_backward(
     if experts.plain:
         return _swiglu_grad(given_gate, given_up, act_grad, scales, experts)
     dtype = torch.promote_types(act_grad.dtype, torch.float32)
-    gate, up = _bounded(given_gate.to(dtype), given_up.to(dtype), experts)
+    gate, up = bounded(given_gate.to(dtype), given_up.to(dtype), experts)
     glu, slope = _activation_and_slope(gate, experts)
     grad = act_grad.to(dtype)
     if not experts.gated:

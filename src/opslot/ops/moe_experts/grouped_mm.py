@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
-from opslot.ops.moe_experts._call import prepare, variants
+from opslot.ops.moe_experts._autograd import Grads, Wanted, differentiable
+from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts._gating import (
     Parts,
     activate_backward,
@@ -23,6 +23,7 @@ from opslot.ops.moe_experts._gating import (
     halves_of,
     row_dots,
 )
+from opslot.ops.moe_experts.contract import Experts, variants
 from opslot.ops.moe_experts.low_rank import add_adapters
 
 # Output [T, H]; gate and up of the sorted rows, [P, 2I] or, not gated, [P, I], and an empty tensor, or [P, I] each for
@@ -69,10 +70,10 @@ class _SortedRows:
         return _gather_sum(rows, self._row, weights if weighted else None, self._ends, self._shape)
 
 
-grouped_mm, clamped, biased, split, transposed, ungated = variants(_run)
+standard, clamped, biased, split, transposed, ungated = variants(_run)
 add_adapters(
     "grouped_mm",
-    (grouped_mm, clamped, biased, split, transposed, ungated),
+    (standard, clamped, biased, split, transposed, ungated),
     functools.partial(prepare, "grouped_mm"),
     _SortedRows,
     lambda index, experts: index.numel(),

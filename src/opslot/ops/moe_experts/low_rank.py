@@ -10,6 +10,7 @@ weight: for [E, outputs, inputs] they are U^T [E, outputs, r] and D^T [E, r, inp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot.ops._common.custom_op import autograd_function, custom_op, empty_gradients
-from opslot.ops.moe_experts._autograd import GATING, Experts, on_its_device
-from opslot.ops.moe_experts._call import Contract, variants
+from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops.moe_experts._autograd import GATING, TENSORS, on_its_device
 from opslot.ops.moe_experts._gating import activate_backward, activate_parts, halves_of, row_dots
+from opslot.ops.moe_experts.contract import Contract, Experts, variants
 
 Factors = tuple[Tensor, Tensor] | None
 
@@ -90,7 +91,7 @@ class _Adapted:
         if experts.up_proj is None:
             pairs.insert(1, (None, None))
         flat = [factor for pair in pairs for factor in pair]
-        return self._function(x, *experts[:2], index, routing, *experts[2:5], *flat, *experts[5:]).to(given.dtype)
+        return self._function(x, *experts[:2], routing, *experts[2:5], *flat, index, *experts[5:]).to(given.dtype)
 
 
 def _padded(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -118,70 +119,45 @@ class _Call(NamedTuple):
 
 
 # Two factors of up to three weights.
-_FACTORS = 6
-_INPUTS = (
-    "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_index, Tensor top_k_weights,"
-    " Tensor? up_proj, Tensor? gate_up_bias, Tensor? down_bias"
-)
-_OUTPUTS = 4 + 3 + _FACTORS
+_FACTORS = ("gate_up_a", "gate_up_b", "up_a", "up_b", "down_a", "down_b")
+_INPUTS = f"{TENSORS}, {', '.join(f'Tensor? {factor}' for factor in _FACTORS)}, Tensor top_k_index"
+_TENSORS = _INPUTS.count(", ") + 1
 
 
 def _differentiable(name: str, sort: Sort, count_rows: Callable[[Tensor, Experts], int]) -> Callable[..., Tensor]:
     """Register opslot::moe_<name>_adapters and its backward; returns the function of their flat arguments."""
 
-    def call(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> _Call:
-        experts = Experts(gate_up, down, *rest[:3], *rest[4:])
-        flat = rest[3]
-        pairs: list[Factors] = [None if a is None else (a, b) for a, b in zip(flat[::2], flat[1::2], strict=True)]
+    def call(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any) -> _Call:
+        factors, index = rest[3:9], rest[9]
+        experts = Experts(gate_up, down, *rest[:3], *rest[10:])
+        pairs: list[Factors] = [None if a is None else (a, b) for a, b in zip(factors[::2], factors[1::2], strict=True)]
         if experts.up_proj is None:
             del pairs[1]
         return _Call(x, experts, weights, pairs, sort(x, index, experts))
 
-    def fake(
-        x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
-        experts = Experts(gate_up, down, *rest[:3], *rest[4:])
-        rows, width = count_rows(index, experts), experts.halves * experts.sizes[2]
+    def fake(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        experts = Experts(gate_up, down, *rest[:3], *rest[10:])
+        rows, width = count_rows(rest[9], experts), experts.halves * experts.sizes[2]
         up = x.new_empty(0 if experts.up_proj is None else (rows, width))
         return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, width), up
 
-    def fake_backward(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *rest: Any) -> Any:
-        return empty_gradients((x, gate_up, down, *rest[:4], *rest[6]), rest[-1])
-
     def run_backward(grad: Tensor, *arguments: Any) -> Any:
-        *inputs, gate_up, up, factors = arguments[:11]
-        found = _backward(grad, call(*inputs, factors, *arguments[11:-1]), (gate_up, up), arguments[-1])
-        return tuple([g if w else None for g, w in zip(found, arguments[-1], strict=True)])
+        inputs, parts, rest = arguments[:_TENSORS], arguments[_TENSORS : _TENSORS + 2], arguments[_TENSORS + 2 :]
+        gating, needs = rest[: 1 - _TENSORS], rest[1 - _TENSORS :]
+        found = _backward(grad.contiguous(), call(*inputs, *gating), parts, needs)
+        return tuple([g if need else None for g, need in zip(found, needs, strict=True)])
 
-    op = custom_op(
-        f"moe_{name}_adapters({_INPUTS}, Tensor?[] factors, {GATING}) -> (Tensor, Tensor, Tensor)",
-        lambda x, *rest: on_its_device(lambda x: _forward(call(x, *rest)), x),
-        fake,
+    return differentiable_op(
+        f"moe_{name}_adapters({_INPUTS}, {GATING}) -> (Tensor out, Tensor gate_up, Tensor up)",
+        allocate=fake,
+        launch=functools.partial(on_its_device, lambda *arguments: _forward(call(*arguments))),
+        launch_backward=functools.partial(on_its_device, run_backward),
+        in_place=False,
+        module=sort.__module__,
+        differentiable=_TENSORS - 1,
+        kept=(*[tensor.split()[1] for tensor in _INPUTS.split(", ")], "gate_up", "up"),
+        returned=1,
     )
-    backward_op = custom_op(
-        f"moe_{name}_adapters_backward(Tensor grad, {_INPUTS}, Tensor gate_up, Tensor up, Tensor?[] factors, {GATING},"
-        f" bool[] wanted) -> ({', '.join(['Tensor'] * _OUTPUTS)})",
-        lambda grad, *rest: on_its_device(lambda grad: run_backward(grad, *rest), grad),
-        fake_backward,
-    )
-    inputs, all_tensors = 8, 8 + _FACTORS
-
-    def apply_forward(ctx: Any, *arguments: Any) -> Tensor:
-        gating = arguments[all_tensors:]
-        out, *parts = op(*arguments[:inputs], list(arguments[inputs:all_tensors]), *gating)
-        ctx.save_for_backward(*arguments[:all_tensors], *parts)
-        ctx.gating = gating
-        return out
-
-    def apply_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-        wanted = [*needs[:3], *needs[4:all_tensors]]
-        given, factors, parts = saved[:inputs], saved[inputs:all_tensors], saved[all_tensors:]
-        grads = backward_op(grad.contiguous(), *given, *parts, list(factors), *ctx.gating, wanted)
-        kept = [g if w else None for g, w in zip(grads, wanted, strict=True)]
-        return *kept[:3], None, *kept[3:], *[None] * len(ctx.gating)
-
-    return autograd_function(f"moe_{name}_adapters", apply_forward, apply_backward, sort.__module__)
 
 
 def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,25 +8,20 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from opslot.ops._common.activations import Activation
 from opslot.ops._common.specs import HALF_FLOATS
-from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
-from opslot.ops.moe_experts._call import known_activation, prepare
+from opslot.ops.moe_experts._autograd import Grads, Wanted, differentiable
+from opslot.ops.moe_experts._call import prepare
+from opslot.ops.moe_experts.contract import Experts, variants
 from opslot.ops.moe_experts.grouped_mm import Outputs, backward_grouped, fake, forward_grouped
 
 
-def fused_npu(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    activation: Activation = "silu",
-) -> Tensor:
-    """The contract of `op.standard` for bf16 and fp16 on an Ascend NPU."""
-    experts = Experts(gate_up_proj, down_proj, activation=known_activation(activation))
-    x, experts = prepare("fused_npu", hidden_states, experts, top_k_index, top_k_weights, dtypes=HALF_FLOATS)
+def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """For bf16 and fp16 on an Ascend NPU."""
+    x, experts = prepare("fused_npu", hidden_states, experts, top_k_index, top_k_weights, HALF_FLOATS)
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+
+standard, *_ = variants(_run)
 
 
 def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

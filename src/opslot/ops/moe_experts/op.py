@@ -1,10 +1,4 @@
-"""Experts of a mixture of experts: contract, references, costs and checks of modules.
-
-Shapes: T tokens, K experts per token, E local experts, H hidden size, I intermediate size. `hidden_states` [T, H];
-`gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]; `top_k_index` [T, K]
-integer; `top_k_weights` [T, K] in the activations' dtype or in float32. An index equal to E marks an expert of another
-rank. Every variant takes the parameters as the module stores them, some in other layouts.
-"""
+"""Experts of a mixture of experts: references, costs and checks of modules. Shapes are those of contract.py."""
 
 from __future__ import annotations
 
@@ -15,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from opslot.ops._common.activations import Activation, activate, activation_name, activation_problem
+from opslot.ops._common.activations import activate, activation_name, activation_problem
 from opslot.ops._common.model_config import text_config
+from opslot.ops.moe_experts._gating import bounded, halves_of
 from opslot.ops.moe_experts.cases import (
     BIASED_CASES,
     CASES,
@@ -31,182 +26,48 @@ from opslot.ops.moe_experts.cases import (
     transposed_benchmark_case,
     ungated_benchmark_case,
 )
+from opslot.ops.moe_experts.contract import Experts, variants
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant, walk_slots
 from opslot.slots.protocol import SLOTS, bound_kernel
 
 _IMPLEMENTATION = "_experts_implementation"
 
 
-def standard(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    activation: Activation = "silu",
-) -> Tensor:
-    """Gated experts (Shazeer 2020, section 2): sum over a token's experts of weight * down(activation(gate x) * up x).
-
-    Returns [T, H] in the dtype of `hidden_states`.
-    """
-    return _sum_over_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        lambda x, e: linear(_gated_halves(linear(x, gate_up_proj[e]), activation=activation), down_proj[e]),
-        gate_up_proj.shape[0],
-    )
-
-
-def clamped(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    limit: float,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-    clamps_activation: bool = False,
-) -> Tensor:
-    """`standard` with a clamped gating: (u + up_offset) * g * sigmoid(alpha * g), g = min(gate, limit), u = up within
-    -limit..limit; clamped values get no gradient.
-
-    DeepSeek-V4's experts with the defaults, MiniMax-M3's with alpha 1.702 and up_offset 1. With `clamps_activation`,
-    as in Step-3.7, gate * sigmoid(alpha * gate) is limited instead of gate. An infinite limit clamps nothing.
-    """
-    return _sum_over_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        lambda x, e: linear(
-            _gated_halves(linear(x, gate_up_proj[e]), limit, alpha, up_offset, clamps_activation), down_proj[e]
-        ),
-        gate_up_proj.shape[0],
-    )
-
-
-def biased(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj_bias: Tensor,
-    down_proj_bias: Tensor,
-    limit: float,
-    alpha: float,
-) -> Tensor:
-    """gpt-oss's experts: `clamped` with up_offset 1, biases on both GEMMs, and transposed weights.
-
-    `gate_up_proj` [E, H, 2I] and `gate_up_proj_bias` [E, 2I] with interleaved gate and up columns;
-    `down_proj` [E, I, H]; `down_proj_bias` [E, H].
-    """
-
-    def expert(x: Tensor, e: int) -> Tensor:
-        gate_up = x @ gate_up_proj[e] + gate_up_proj_bias[e]
-        act = gated(gate_up[..., ::2], gate_up[..., 1::2], limit, alpha, 1.0)
-        return act @ down_proj[e] + down_proj_bias[e]
-
-    return _sum_over_experts(hidden_states, top_k_index, top_k_weights, expert, gate_up_proj.shape[0])
-
-
-def split(
-    hidden_states: Tensor,
-    gate_proj: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    activation: Activation = "silu",
-) -> Tensor:
-    """DBRX's experts: `standard` with separate tensors for gate and up; all three weights are [E, I, H]."""
-    return _sum_over_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        lambda x, e: gated(linear(x, gate_proj[e]), linear(x, up_proj[e]), activation=activation) @ down_proj[e],
-        gate_proj.shape[0],
-    )
-
-
-def transposed(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    activation: Activation = "silu",
-) -> Tensor:
-    """`standard` with transposed weights, as in Aria and Llama 4: `gate_up_proj` [E, H, 2I], the first I columns of an
-    expert being its gate, and `down_proj` [E, I, H].
-    """
-    return _sum_over_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        lambda x, e: _gated_halves(x @ gate_up_proj[e], activation=activation) @ down_proj[e],
-        gate_up_proj.shape[0],
-    )
-
-
-def ungated(
-    hidden_states: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    activation: Activation = "silu",
-) -> Tensor:
-    """Experts without a gate, as in Nemotron 3: the sum of weight * down(activation(up x)), `up_proj` [E, I, H]."""
-    return _sum_over_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        lambda x, e: linear(activate(activation, linear(x, up_proj[e])), down_proj[e]),
-        up_proj.shape[0],
-    )
-
-
-def _gated_halves(gate_up: Tensor, *gating: Any, **options: Any) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gated(gate, up, *gating, **options)
-
-
-def gated(
-    gate: Tensor,
-    up: Tensor,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-    clamps_activation: bool = False,
-    activation: Activation = "silu",
-) -> Tensor:
-    """The gating of all variants: activation(gate) * (up + up_offset), clamped if there is a limit."""
-    if limit is not None:
-        gate, up = gate if clamps_activation else gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    activated = activate(activation, gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
-    if clamps_activation:
-        activated = activated.clamp(max=limit)
-    return activated * (up + up_offset if up_offset else up)
-
-
-def _sum_over_experts(
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    run: Callable[[Tensor, int], Tensor],
-    experts: int,
-) -> Tensor:
-    """[T, H]: the sum over each token's experts of weight * run(token, expert), in order of the experts."""
+def _reference(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The sum over each token's experts of weight * expert(token), in order of the experts."""
     output = torch.zeros_like(hidden_states)
-    for expert in range(experts):
+    for expert in range(len(experts.down_proj)):
         choice, token = torch.where(top_k_index.t() == expert)
         if token.numel() == 0:
             continue
-        weighted = run(hidden_states[token], expert) * top_k_weights[token, choice].unsqueeze(-1)
+        weighted = _expert(hidden_states[token], experts, expert) * top_k_weights[token, choice].unsqueeze(-1)
         output = output.index_add(0, token, weighted.to(output.dtype))
     return output
+
+
+def _expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
+    def project(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        out = x @ weight[expert] if transposed else linear(x, weight[expert])
+        return out if bias is None else out + bias[expert]
+
+    parts = tuple([project(x, w, experts.gate_up_bias, experts.transposed) for w in experts.gate_up_weights])
+    act = _activated(*bounded(*halves_of(parts, experts), experts), experts)
+    return project(act, experts.down_proj, experts.down_bias, experts.down_transposed)
+
+
+def _activated(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
+    alpha, limit = experts.alpha, experts.limit
+    activated = activate(experts.activation, gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
+    if not experts.gated:
+        return activated
+    if experts.clamps_activation:
+        activated = activated.clamp(max=limit)
+    return activated * (up + experts.up_offset if experts.up_offset else up)
+
+
+standard, clamped, biased, split, transposed, ungated = variants(
+    _reference, activation_of=lambda activation: activation
+)
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
@@ -386,6 +247,7 @@ _TOLERANCE_ULPS = {"float32": 3}
 
 
 def _variant(
+    name: str,
     reference: Callable[..., Tensor],
     cases: list[InputCase],
     make_case: Callable[[Mapping[str, int], int], InputCase],
@@ -393,9 +255,9 @@ def _variant(
     weights: tuple[str, ...],
     description: str,
 ) -> OpVariant:
-    """A variant named after its reference; `weights` are its parameters."""
+    """A variant; `weights` are its parameters."""
     return OpVariant(
-        reference.__name__,
+        name,
         reference,
         cases,
         ("hidden_states", *weights, "top_k_weights"),
@@ -411,8 +273,11 @@ def _variant(
 
 _MERGED = ("gate_up_proj", "down_proj")
 _VARIANTS = (
-    _variant(standard, CASES, benchmark_case, check_standard, _MERGED, "merged gate_up [E, 2I, H], no bias"),
     _variant(
+        "standard", standard, CASES, benchmark_case, check_standard, _MERGED, "merged gate_up [E, 2I, H], no bias"
+    ),
+    _variant(
+        "clamped",
         clamped,
         CLAMPED_CASES,
         clamped_benchmark_case,
@@ -421,6 +286,7 @@ _VARIANTS = (
         "merged gate_up [E, 2I, H], gate and up within a limit, no bias",
     ),
     _variant(
+        "biased",
         biased,
         BIASED_CASES,
         biased_benchmark_case,
@@ -429,6 +295,7 @@ _VARIANTS = (
         "transposed and interleaved gate_up [E, H, 2I], biases, gate and up within a limit (gpt-oss)",
     ),
     _variant(
+        "split",
         split,
         SPLIT_CASES,
         split_benchmark_case,
@@ -437,6 +304,7 @@ _VARIANTS = (
         "separate gate and up; gate, up and down [E, I, H] each, no bias (DBRX)",
     ),
     _variant(
+        "transposed",
         transposed,
         TRANSPOSED_CASES,
         transposed_benchmark_case,
@@ -445,6 +313,7 @@ _VARIANTS = (
         "transposed gate_up [E, H, 2I] and down [E, I, H], no bias (Aria, Llama 4)",
     ),
     _variant(
+        "ungated",
         ungated,
         UNGATED_CASES,
         ungated_benchmark_case,

@@ -16,10 +16,10 @@ from quack.gemm_interface import gemm_dgated_tuned, gemm_gated_tuned, gemm_tuned
 from torch import Tensor
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.activations import Activation, activation_name
 from opslot.ops._common.specs import HALF_FLOATS
-from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
+from opslot.ops.moe_experts._autograd import Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
+from opslot.ops.moe_experts.contract import Experts, variants
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 from opslot.ops.moe_experts.triton import combine, pair_sum
 
@@ -39,36 +39,25 @@ CUTS = dict.fromkeys(
 )
 
 
-def fused_quack(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    activation: Activation = "silu",
-) -> Tensor:
-    """The contract of `op.standard` with SiLU, for bf16 and fp16 with H and I multiples of 8. Deterministic.
+def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """For bf16 and fp16, SiLU, and H and I multiples of 8. Deterministic.
 
     Raises:
         KernelError: another activation, unsupported shapes or dtypes, or weights that are not contiguous.
     """
-    if activation_name(activation) != "silu":
+    if experts.activation != "silu":
         raise KernelError(
             "moe_implementation='fused_quack' cannot run this call",
-            found=f"the activation {activation!r}, not SiLU",
+            found=f"the activation {experts.activation!r}, not SiLU",
             hint="use moe_implementation=fused_triton or grouped_mm",
         )
     x, experts = prepare(
-        "fused_quack",
-        hidden_states,
-        Experts(gate_up_proj, down_proj),
-        top_k_index,
-        top_k_weights,
-        dtypes=HALF_FLOATS,
-        contiguous=True,
-        multiple=8,
+        "fused_quack", hidden_states, experts, top_k_index, top_k_weights, HALF_FLOATS, contiguous=True, multiple=8
     )
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+
+standard, *_ = variants(_run)
 
 
 def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:

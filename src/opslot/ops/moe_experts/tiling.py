@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from opslot._base.kernel_launch import compute_capability, shared_memory, sm_count
-from opslot.ops.moe_experts._autograd import Experts
+from opslot.ops.moe_experts.contract import Experts
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from opslot._base.device import triton_interpreted
 from opslot._base.errors import KernelError
 from opslot.ops._common.specs import FLOATS
 from opslot.ops.moe_experts import triton_kernels as kernels
-from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
-from opslot.ops.moe_experts._call import prepare, variants
+from opslot.ops.moe_experts._autograd import Grads, Wanted, differentiable
+from opslot.ops.moe_experts._call import prepare
+from opslot.ops.moe_experts.contract import Experts, variants
 from opslot.ops.moe_experts.low_rank import add_adapters
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route, row_bound
 from opslot.ops.moe_experts.tiling import GemmTiling, Tiles, plan_for
@@ -92,10 +93,10 @@ class _AlignedRows:
         return replace(tiles, bn=min(tiles.bn, max(32, triton.next_power_of_2(columns))))
 
 
-fused_triton, clamped, biased, split, transposed, ungated = variants(_run)
+standard, clamped, biased, split, transposed, ungated = variants(_run)
 add_adapters(
     "fused_triton",
-    (fused_triton, clamped, biased, split, transposed, ungated),
+    (standard, clamped, biased, split, transposed, ungated),
     functools.partial(prepare, "fused_triton", dtypes=FLOATS, contiguous=True),
     _AlignedRows,
     lambda index, experts: row_bound(index.numel(), experts.sizes[0], plan_for(experts, real=False).align),

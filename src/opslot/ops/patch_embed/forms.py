@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView
@@ -35,28 +36,22 @@ class PatchConvolutions:
                 and all(len(call.args) == 1 and not call.keywords for call in found)
             }
             if calls:
-                yield Match(name, _SLOT.op, _SLOT.variant, _Write(name, calls))
+                yield Match(name, _SLOT.op, _SLOT.variant, partial(_write, name, calls))
 
 
-@dataclass(frozen=True)
-class _Write:
-    """Routes calls of class `name` through the slot; `calls` counts them by method and attribute."""
-
-    name: str
-    calls: dict[tuple[str, str], int]
-
-    def __call__(self, patch: PatchConfig) -> None:
-        kernel = f"self.{_SLOT.attribute}"
-        for (method, attribute), count in self.calls.items():
-            conv = f"self.{attribute}"
-            patch.replace(
-                f"{self.name}.{method}",
-                f"{conv}($x)",
-                f"({kernel}($x, {conv}.weight, {conv}.bias)"
-                f" if {kernel} is not None and {kernel}.can_serve({conv}) else $match)",
-                count=count,
-                slot=_SLOT,
-            )
+def _write(name: str, calls: dict[tuple[str, str], int], patch: PatchConfig) -> None:
+    """Route calls of class `name` through the slot; `calls` counts them by method and attribute."""
+    kernel = f"self.{_SLOT.attribute}"
+    for (method, attribute), count in calls.items():
+        conv = f"self.{attribute}"
+        patch.replace(
+            f"{name}.{method}",
+            f"{conv}($x)",
+            f"({kernel}($x, {conv}.weight, {conv}.bias)"
+            f" if {kernel} is not None and {kernel}.can_serve({conv}) else $match)",
+            count=count,
+            slot=_SLOT,
+        )
 
 
 def _patch_convolutions(init: ast.AST | None) -> list[str]:

@@ -6,17 +6,14 @@ import torch
 from quack.rmsnorm import rmsnorm
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
+from opslot.ops._common.arguments import reject, require_floats
 
 _LABEL = "rms_norm_implementation='quack'"
 
 
 def _check(x: Tensor, weight: Tensor | None) -> None:
     """Raise KernelError for inputs on which quack would fail with an assertion or a compile error."""
-    for name, tensor in (("hidden_states", x), ("weight", weight)):
-        if tensor is not None and tensor.dtype not in FLOATS:
-            reject(_LABEL, name, unsupported_dtype(tensor.dtype), "use eager")
+    require_floats(_LABEL, hidden_states=x, weight=weight)
     if x.shape[-1] % 8:
         found = f"its rows have {x.shape[-1]} elements, not a multiple of 8"
         reject(_LABEL, "hidden_states", found, "use triton or eager")

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.activations import Activation, activation_name, activation_problem
-from opslot.ops._common.arguments import as_rows, reject
+from opslot.ops._common.arguments import as_rows, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton_activations import activation as activate
 from opslot.ops._common.triton_activations import activation_and_slope
 
@@ -191,14 +190,8 @@ _fused = differentiable_op(
 _LABEL = "swiglu_mlp_implementation='triton'"
 
 
-def _check(name: str, x: Tensor) -> None:
-    if x.dtype not in FLOATS:
-        reject(_LABEL, name, unsupported_dtype(x.dtype), "use eager")
-
-
 def _check_pair(gate: Tensor, up: Tensor) -> None:
-    _check("gate", gate)
-    _check("up", up)
+    require_floats(_LABEL, gate=gate, up=up)
     if gate.shape != up.shape:
         found = f"its shape is {tuple(up.shape)} beside gate's {tuple(gate.shape)}"
         reject(_LABEL, "up", found, "use eager, which broadcasts")
@@ -225,7 +218,7 @@ def clamped(gate: Tensor, up: Tensor, limit: float, alpha: float = 1.0, up_offse
 
 def fused_gate_up(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """`op.fused_gate_up` for float32, bfloat16 and float16, computed in fp32."""
-    _check("gate_up", gate_up)
+    require_floats(_LABEL, gate_up=gate_up)
     if gate_up.shape[-1] % 2:
         reject(_LABEL, "gate_up", f"its width {gate_up.shape[-1]} is odd", "use eager")
     return _fused(gate_up, _name_of(activation))

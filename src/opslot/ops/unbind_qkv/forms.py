@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView
@@ -25,7 +26,7 @@ class UnboundProjections:
             found = {pattern: count for pattern in _PATTERNS if (count := module.count(forward, pattern))}
             definition = module.upstream.find(forward)
             if found and definition is not None and _unpacks(definition, sum(found.values())):
-                yield Match(name, _SLOT.op, _SLOT.variant, _Write(forward, found))
+                yield Match(name, _SLOT.op, _SLOT.variant, partial(_write, forward, found))
 
 
 def _unpacks(definition: ast.AST, count: int) -> bool:
@@ -46,16 +47,10 @@ def _initials(target: ast.expr) -> list[str]:
     return [ast.unparse(name)[0] for name in target.elts] if isinstance(target, ast.Tuple) else []
 
 
-@dataclass(frozen=True)
-class _Write:
-    """Routes the expressions of a method through the slot; `found` counts them by pattern."""
-
-    method: str
-    found: dict[str, int]
-
-    def __call__(self, patch: PatchConfig) -> None:
-        for pattern, count in self.found.items():
-            patch.slot_expr(self.method, _SLOT, pattern, args="$qkv", count=count)
+def _write(method: str, found: dict[str, int], patch: PatchConfig) -> None:
+    """Route the expressions of a method through the slot; `found` counts them by pattern."""
+    for pattern, count in found.items():
+        patch.slot_expr(method, _SLOT, pattern, args="$qkv", count=count)
 
 
 _SLICED = Slot("unbind_qkv", "sliced")
@@ -69,7 +64,7 @@ class SlicedProjections:
         for name, forward in module.methods():
             definition = module.upstream.find(forward)
             if isinstance(definition, ast.FunctionDef) and (found := _slices(definition)):
-                yield Match(name, _SLICED.op, _SLICED.variant, _WriteSlices(forward, found))
+                yield Match(name, _SLICED.op, _SLICED.variant, partial(_write_slices, forward, found))
 
 
 def _slices(definition: ast.FunctionDef) -> list[ast.Assign] | None:
@@ -105,24 +100,18 @@ def _are_adjacent(bounds: list[tuple[str, str, str]]) -> bool:
     return x == y == z and start == end == "" and query_end == key_start != "" and key_end == value_start != ""
 
 
-@dataclass(frozen=True)
-class _WriteSlices:
-    """Routes three assignments of a method through the slot."""
-
-    method: str
-    slices: list[ast.Assign]
-
-    def __call__(self, patch: PatchConfig) -> None:
-        bounds = [bound for node in self.slices if (bound := _bounds(node)) is not None]
-        names = ", ".join(ast.unparse(node.targets[0]) for node in self.slices)
-        kernel = f"self.{_SLICED.attribute}"
-        call = f"{kernel}({bounds[0][0]}, {bounds[0][2]}, {bounds[1][2]}, self.head_dim)"
-        patch.replace(
-            self.method,
-            "\n".join(map(ast.unparse, self.slices)),
-            f"if {kernel} is not None:\n    {names} = {call}\nelse:\n    $match",
-            slot=_SLICED,
-        )
+def _write_slices(method: str, slices: list[ast.Assign], patch: PatchConfig) -> None:
+    """Route three assignments of a method through the slot."""
+    bounds = [bound for node in slices if (bound := _bounds(node)) is not None]
+    names = ", ".join(ast.unparse(node.targets[0]) for node in slices)
+    kernel = f"self.{_SLICED.attribute}"
+    call = f"{kernel}({bounds[0][0]}, {bounds[0][2]}, {bounds[1][2]}, self.head_dim)"
+    patch.replace(
+        method,
+        "\n".join(map(ast.unparse, slices)),
+        f"if {kernel} is not None:\n    {names} = {call}\nelse:\n    $match",
+        slot=_SLICED,
+    )
 
 
 FORMS = (UnboundProjections(), SlicedProjections())

@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject
+from opslot.ops._common.arguments import reject, require_floats
 from opslot.ops._common.custom_op import launch_op, once_differentiable
 from opslot.ops._common.kernels.heads import stack_heads
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
 _LABEL = "unbind_qkv_implementation='triton'"
 
 
 def standard(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`op.standard` for float32, bfloat16 and float16."""
-    if qkv.dtype not in FLOATS:
-        reject(_LABEL, "qkv", unsupported_dtype(qkv.dtype), "use eager")
+    require_floats(_LABEL, qkv=qkv)
     if qkv.dim() not in (4, 5) or qkv.shape[-3] != 3:
         reject(_LABEL, "qkv", f"its shape is {tuple(qkv.shape)}, not [(B,) S, 3, heads, D]", "use eager")
     return _UnbindQkv.apply(qkv, None)
@@ -26,8 +24,7 @@ def standard(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def sliced(qkv: Tensor, query_end: int, key_end: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """`op.sliced` for float32, bfloat16 and float16."""
-    if qkv.dtype not in FLOATS:
-        reject(_LABEL, "qkv", unsupported_dtype(qkv.dtype), "use eager")
+    require_floats(_LABEL, qkv=qkv)
     if qkv.dim() not in (2, 3) or not 0 < query_end < key_end < qkv.shape[-1]:
         reject(_LABEL, "qkv", f"its shape is {tuple(qkv.shape)}, not [(B,) S, channels of q, k and v]", "use eager")
     widths = (query_end, key_end - query_end, qkv.shape[-1] - key_end)
