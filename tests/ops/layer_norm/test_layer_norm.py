@@ -166,7 +166,7 @@ def test_compiles_with_fullgraph():
     torch.testing.assert_close(model.norm.weight.grad, expected[1]["norm.weight"])
 
 
-@pytest.mark.parametrize("arch", ["gpt_neox", "phi"])
+@pytest.mark.parametrize("arch", ["gpt_neox", "phi", "cohere", "olmo"])
 def test_model_trains_like_the_original(arch):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(arch)).to(DEVICE)
@@ -179,12 +179,23 @@ def test_model_trains_like_the_original(arch):
 
     exact = gradients()
     opslot.apply(model, {"layer_norm_implementation": "triton", "attn_implementation": "eager"})
-    norms = {path for path, module in model.named_modules() if type(module) is nn.LayerNorm}
+    norms = {path for path, module in model.named_modules() if type(module).__name__.endswith("LayerNorm")}
     assert norms
     assert kernels(model) == dict.fromkeys(norms, "triton")
     torch.testing.assert_close(gradients(), exact, rtol=1e-3, atol=1e-5)
     opslot.restore(model)
     assert all(torch.equal(a, b) for a, b in zip(gradients(), exact, strict=True))
+
+
+def test_norms_of_several_heads_stay_eager():
+    """Cohere's norms of queries and keys have a weight for each head."""
+    config = tiny_config("cohere")
+    config.use_qk_norm = True
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"q_norm and 3 more.*normalizes one dimension, this module 2"):
+        opslot.apply(model, TRITON)
+    report = opslot.apply(model, {**TRITON, "overrides": {"*_norm": {"layer_norm_implementation": "eager"}}})
+    assert set(report.chosen("layer_norm")) == {"triton", "eager"}
 
 
 def test_kernel_with_a_priority_is_listed_and_bound_under_auto():

@@ -3,7 +3,7 @@
 import torch
 
 from opslot.ops._common.specs import H200, liger_kernel, triton_kernel
-from opslot.ops.layer_norm.op import MAX_WIDTH, OP
+from opslot.ops.layer_norm.op import MAX_WIDTH, OP, normalized_shape
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
 # torch's takes less time on the host, which bounds small encoders.
@@ -11,7 +11,9 @@ _NARROWEST = 1024
 
 
 def _unsupported(request: KernelRequest) -> str | None:
-    shape = getattr(request.module, "normalized_shape", (1,))
+    shape = normalized_shape(request.module)
+    if shape is None:
+        return None
     if len(shape) != 1:
         return f"normalizes one dimension, this module {len(shape)}"
     return None if shape[0] <= MAX_WIDTH else f"supports widths up to {MAX_WIDTH}, this module's is {shape[0]}"
@@ -28,11 +30,10 @@ def _priority(request: KernelRequest) -> int | None:
     40960x1152 takes 0.17 ms (torch 0.39, Liger-Kernel 0.43), 16384x4096 0.18 (0.34, 0.28), 8192x768 0.044 (0.072,
     0.090); a step of Qwen3-VL-8B with ten images of 1024 x 1024 takes 746 ms instead of 771.
     """
-    shape = getattr(request.module, "normalized_shape", (_NARROWEST,))
-    return 80 if request.dtype == torch.bfloat16 and shape[-1] >= _NARROWEST else None
+    shape = normalized_shape(request.module)
+    return 80 if request.dtype == torch.bfloat16 and (shape is None or shape[-1] >= _NARROWEST) else None
 
 
-_NARROWEST = 1024
 KERNEL_REGISTRY.register_op(OP)
 KERNEL_REGISTRY.register(
     triton_kernel(

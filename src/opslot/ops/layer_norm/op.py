@@ -1,4 +1,4 @@
-"""Layer norm (Ba et al. 2016) of torch's modules: contract, reference, cost and binding.
+"""Layer norm (Ba et al. 2016): contract, reference, cost and binding to torch's modules, which have no slots.
 
 Shapes: `hidden_states` [..., H] with any strides, `weight` and `bias` [H] or None. Mean and variance are computed in
 float32 (float64 for float64 input). Returns the dtype of `hidden_states`; under torch.autocast on a GPU float32, as
@@ -24,9 +24,15 @@ def standard(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None, 
     return nn.functional.layer_norm(hidden_states, hidden_states.shape[-1:], weight, bias, eps)
 
 
+def normalized_shape(module: Any) -> tuple[int, ...] | None:
+    """The dims that a module normalizes, which some classes state only by their weight; None if unknown."""
+    weight = getattr(module, "weight", None)
+    return getattr(module, "normalized_shape", None if weight is None else tuple(weight.shape))
+
+
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    shape: tuple[int, ...] = getattr(request.module, "normalized_shape", ())
-    return {"width": shape[0]} if len(shape) == 1 else None
+    shape = normalized_shape(request.module)
+    return {"width": shape[0]} if shape is not None and len(shape) == 1 else None
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -52,8 +58,8 @@ def _forward(module: Any, kernel: Callable[..., Tensor], input: Tensor) -> Tenso
 
 
 def _attach(module: nn.Module, slot: Any, kernel: Callable[..., Tensor] | None) -> None:
-    """Replace the forward of the instance."""
-    if kernel is not None:
+    """Replace the forward of an instance of torch's class; of models with slots nothing."""
+    if kernel is not None and _applies_to(module, None) is not None:
         module.__dict__["forward"] = functools.partial(_forward, module, kernel)
 
 
@@ -64,7 +70,7 @@ def _detach(module: nn.Module, state: None) -> None:
 
 OP = OpSpec(
     name="layer_norm",
-    description="layer norms of torch",
+    description="layer norms",
     variants={
         "standard": OpVariant(
             "standard",

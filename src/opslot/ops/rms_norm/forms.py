@@ -126,7 +126,7 @@ NORMS = MethodForms(
             "{0}, self.eps{rest}",
         ),
     ),
-    candidate=lambda name, text: "RMSNorm" in name or ("Norm" in name and "rsqrt" in text),
+    candidate=lambda name, text: "RMSNorm" in name or ("Norm" in name and "LayerNorm" not in name and "rsqrt" in text),
     reason="computes another norm than the reviewed forms",
 )
 

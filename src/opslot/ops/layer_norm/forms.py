@@ -1,0 +1,30 @@
+"""Layer norms of Transformers' own classes; those of torch's need no slot. Does not import torch."""
+
+from opslot.patchgen.forms import MethodForms, Reviewed
+
+NORMS = MethodForms(
+    op="layer_norm",
+    helper="_norm",
+    rows=(
+        Reviewed(
+            "528912eb7ccb",
+            "standard",
+            "weight * (x - mean) / std in fp32, cast back",
+            "cohere, cohere2, cohere2_moe",
+            args="{0}, self.weight, None, self.variance_epsilon{rest}",
+            returns="{call}.to({0}.dtype)",
+        ),
+        Reviewed(
+            "9eda30e8cb5e",
+            "standard",
+            "(x - mean) / std in fp32, cast back",
+            "olmo",
+            args="{0}, None, None, 1e-05{rest}",
+            returns="{call}.to({0}.dtype)",
+        ),
+    ),
+    candidate=lambda name, text: "LayerNorm" in name and "rsqrt" in text,
+    reason="computes another norm than the reviewed forms",
+)
+
+FORMS = (NORMS,)
