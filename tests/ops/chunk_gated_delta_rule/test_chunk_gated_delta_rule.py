@@ -132,8 +132,10 @@ def test_reference_matches_transformers(dtype):
     expected = upstream.torch_chunk_gated_delta_rule(**given, **options)
     found = op.reference(**given, **options)
     assert [t.dtype for t in found] == [t.dtype for t in expected]
-    eps = torch.finfo(dtype).eps
-    assert_same(found[:1], expected[:1], atol=eps * expected[0].abs().max().item())
+    # In fp32 both round sums of 16 channels and up to 64 tokens, in orders that depend on the CPU: sqrt(80) / 2 units
+    # in the last place each, if roundings are independent.
+    units = 80**0.5 if dtype == torch.float32 else 1
+    assert_same(found[:1], expected[:1], atol=units * torch.finfo(dtype).eps * expected[0].abs().max().item())
     assert_same(found[1:], expected[1:], atol=1e-5)
 
 
