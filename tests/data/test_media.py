@@ -1,0 +1,192 @@
+"""Images, videos and audio of samples: what each form of source gives, and what is wrong with it."""
+
+import io
+import wave
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opslot.data import media
+from opslot.data.media import (
+    Limits,
+    MediaError,
+    from_bytes,
+    load_audio,
+    load_audio_track,
+    load_image,
+    load_video,
+    to_bytes,
+)
+from tests.multimodal import draw
+
+
+def test_16_bit_images_are_scaled_to_8_bits(tmp_path):
+    values = (np.arange(16, dtype=np.uint16) * 4369).reshape(4, 4)
+    Image.fromarray(values).save(tmp_path / "1.png")
+    pixels = np.asarray(load_image("1.png", tmp_path, Limits()))
+    np.testing.assert_array_equal(pixels, np.repeat((values >> 8)[..., None], 3, -1))
+
+
+def test_long_sources_are_cut_in_errors(tmp_path):
+    with pytest.raises(MediaError, match=r"give base64 text as") as caught:
+        load_image("iVBORw0KGgo" * 30, tmp_path, Limits())
+    assert len(str(caught.value)) < 500 + len(str(tmp_path))
+
+
+def test_max_pixels(tmp_path):
+    Image.new("RGB", (400, 200)).save(tmp_path / "1.png")
+    image = load_image("1.png", tmp_path, Limits(max_pixels=5000))
+    assert image.width * image.height <= 5000
+    assert image.width / image.height == pytest.approx(2, rel=0.05)
+
+
+def test_bytes_round_trip():
+    value = {"media": [["image", {"bytes": b"ab"}], ["video", {"frames": ["a", b"c"], "fps": 2.0}]], "text": "é"}
+    assert from_bytes(to_bytes(value)) == value
+    array = np.arange(6).reshape(2, 3)
+    np.testing.assert_array_equal(from_bytes(to_bytes([array]))[0], array)
+
+
+def test_video_of_frames(tmp_path):
+    names = [draw(tmp_path / f"{number}.png", 6 * number).name for number in range(10)]
+    video = load_video({"frames": names, "fps": 5}, tmp_path, Limits(max_frames=4))
+    assert video.frames.shape == (4, 32, 32, 3)
+    assert (video.indices, video.total, video.fps) == ([0, 3, 6, 9], 10, 5.0)
+    frames = [Image.open(tmp_path / name) for name in names]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=100)
+    assert load_video("a.gif", tmp_path, Limits(max_frames=4)).fps == 10.0
+    with pytest.raises(MediaError, match="has no frames"):
+        load_video({"frames": []}, tmp_path, Limits())
+    with pytest.raises(MediaError, match="has no frames"):
+        load_video(np.zeros((0, 8, 8, 3), dtype=np.uint8), tmp_path, Limits())
+
+
+def wav(samples, rate):
+    stream = io.BytesIO()
+    with wave.open(stream, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
+    return stream.getvalue()
+
+
+def test_audio(tmp_path):
+    time = np.arange(8000) / 8000
+    tone = np.sin(2 * np.pi * 440 * time)
+    samples = load_audio(wav(tone, 8000), tmp_path, 16000)
+    expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+    assert len(samples) == 16000
+    np.testing.assert_allclose(samples[100:-100], expected[100:-100], atol=2e-3)
+    with pytest.raises(MediaError, match="has length zero"):
+        load_audio(wav(tone[:0], 8000), tmp_path, 16000)
+    with pytest.raises(MediaError, match="has length zero"):
+        load_audio([], tmp_path, 16000)
+
+
+class FakeDecoders:
+    """`torchcodec.decoders` for a video of 10 frames with a ramp as audio."""
+
+    class VideoDecoder:
+        metadata = type("Metadata", (), {"average_fps": 5.0})
+
+        def __init__(self, data):
+            assert data == b"video"
+
+        def __len__(self):
+            return 10
+
+        def get_frame_at(self, index):
+            return type("Frame", (), {"data": torch.full((3, 4, 6), index, dtype=torch.uint8)})
+
+    class AudioDecoder:
+        def __init__(self, data, sample_rate, num_channels):
+            assert (data, num_channels) == (b"video", 1)
+            self.samples = type("Samples", (), {"data": torch.arange(sample_rate // 1000.0)[None]})
+
+        def get_all_samples(self):
+            return self.samples
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ({"array": [0.1] * 9, "sampling_rate": "x"}, "sampling_rate is not a positive number: 'x'"),
+        ({"array": [0.1] * 9, "sampling_rate": -1}, "is not a positive number: -1"),
+        ({"array": [0.1, float("nan")]}, "not finite"),
+        ({"array": [[0.1, 0.2], [0.1]]}, "not rectangular"),
+        ({"array": ["a", "b"]}, "is not audio"),
+    ],
+    ids=str,
+)
+def test_array_that_is_not_audio_raises(source, problem, tmp_path):
+    with pytest.raises(MediaError, match=problem):
+        load_audio(source, tmp_path, 16000)
+
+
+def test_integer_samples_are_those_of_a_file(tmp_path):
+    samples = (8000 * np.sin(np.arange(400) / 9)).astype("<i2")
+    with wave.open(str(tmp_path / "tone.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(samples.tobytes())
+    decoded = load_audio("tone.wav", tmp_path, 16000)
+    np.testing.assert_array_equal(load_audio({"array": samples.tolist()}, tmp_path, 16000), decoded)
+    np.testing.assert_array_equal(load_audio({"array": decoded.tolist()}, tmp_path, 16000), decoded)
+
+
+@pytest.mark.parametrize("fps", ["a", -1, float("inf"), [2]], ids=str)
+def test_rate_of_frames_that_is_not_a_number_raises(fps, tmp_path):
+    frames = np.zeros((4, 8, 8, 3), np.uint8)
+    with pytest.raises(MediaError, match="fps is not a positive number"):
+        load_video({"array": frames, "fps": fps}, tmp_path, Limits())
+
+
+def test_pixels_that_are_not_finite_raise(tmp_path):
+    with pytest.raises(MediaError, match="not finite"):
+        load_image({"array": np.full((8, 8, 3), np.nan)}, tmp_path, Limits())
+
+
+def test_torchcodec_decodes_where_it_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(media, "_torchcodec", lambda: FakeDecoders)
+    video = load_video({"bytes": b"video"}, tmp_path, Limits(max_frames=3))
+    assert video.frames.shape == (3, 4, 6, 3)
+    assert (video.indices, video.total, video.fps) == ([0, 4, 9], 10, 5.0)
+    assert video.frames[:, 0, 0, 0].tolist() == [0, 4, 9]
+    assert load_audio_track({"bytes": b"video"}, tmp_path, 16_000).tolist() == list(range(16))
+
+
+def write_mp4(file, seconds=1, with_audio=True):
+    av = pytest.importorskip("av")
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        audio = container.add_stream("aac", rate=16_000, layout="mono") if with_audio else None
+        for number in range(10 * seconds):
+            pixels = np.full((32, 32, 3), 20 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+        if audio is not None:
+            tone = np.sin(np.arange(16_000 * seconds) * 0.2).astype(np.float32)[None]
+            frame = av.AudioFrame.from_ndarray(tone, format="fltp", layout="mono")
+            frame.sample_rate = 16_000
+            container.mux(audio.encode(frame))
+            container.mux(audio.encode())
+    return file
+
+
+def test_video_file_and_its_audio_track(tmp_path):
+    file = write_mp4(tmp_path / "a.mp4")
+    video = load_video(str(file), tmp_path, Limits(max_frames=4))
+    assert video.frames.shape == (4, 32, 32, 3)
+    assert (video.total, video.fps) == (10, 10.0)
+    samples = load_audio_track(str(file), tmp_path, 8_000)
+    assert abs(len(samples) - 8_000) < 1_000
+    assert np.abs(samples).max() > 0.5
+    silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
+    assert load_audio_track(str(silent), tmp_path, 8_000) is None
+
+
+def test_frames_have_no_audio_track(tmp_path):
+    assert load_audio_track({"frames": [str(draw(tmp_path / "1.png", 1))]}, tmp_path, 16_000) is None
