@@ -186,6 +186,7 @@ def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, t
     ("source", "problem"),
     [
         ({"array": [], "sampling_rate": 16_000}, "length zero"),
+        ({"array": [0.5] * 300, "sampling_rate": 16_000}, r"0\.019 s, which is too short for a feature"),
         ("missing.wav", "cannot be read"),
         ({"array": [0.5] * 40_000, "sampling_rate": 16_000}, r"2\.5 s, of which the model gets the first 2\.0 s"),
         ("chat.jsonl", "not a 16-bit PCM WAV file|does not decode"),

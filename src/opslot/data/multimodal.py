@@ -37,7 +37,7 @@ from opslot.data.media import (
 )
 from opslot.data.media_parts import COLUMNS, separate_media
 from opslot.data.packing import MediaDocument
-from opslot.data.processor_call import call_processor, cut_audio, source_has
+from opslot.data.processor_call import audio_without_tokens, call_processor, cut_audio, source_has
 from opslot.data.records import ByteRange, Location
 from opslot.data.rope_positions import RopePositions
 
@@ -172,6 +172,7 @@ class MultimodalEncoder(ChatEncoder):
             description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
         self._check_placeholders(ids, inputs, used, sample.text)
         problem = cut_audio(self._component("audio"), loaded["audio"], inputs.get("feature_attention_mask"))
+        problem = problem or self._short_audio(sample.text, expanded, loaded["audio"])
         if problem:
             raise SampleError(problem)
         self._rotary_positions(ids, inputs, tracks)
@@ -181,6 +182,14 @@ class MultimodalEncoder(ChatEncoder):
         if kept is None:
             return None
         return MediaDocument(kept, to_bytes(description), encoder_cost(self.config, inputs))
+
+    def _short_audio(self, text: str, expanded: str, audio: Sequence[np.ndarray]) -> str:
+        """What is wrong where the model has no features of an audio; "" for nothing."""
+        token = getattr(self.processor, "audio_token", None)
+        # Some processors replace it by tokens of another kind.
+        if not audio or self.tokenizer.convert_tokens_to_ids(token) not in self.media_tokens:
+            return ""
+        return audio_without_tokens(self._component("audio"), audio, token, text, expanded)
 
     def _trained(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
         """Whether each of a sample's tokens [S] is trained.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,6 +76,20 @@ def cut_audio(extractor: Any, audio: Sequence[Any], mask: torch.Tensor | None) -
             seconds, limit = (count / extractor.sampling_rate for count in (len(samples), kept))
             return f"has audio of {seconds:.1f} s, of which the model gets the first {limit:.1f} s; split it"
     return ""
+
+
+def audio_without_tokens(extractor: Any, audio: Sequence[Any], token: str, text: str, expanded: str) -> str:
+    """What is wrong where a processor replaced the placeholder of an audio by nothing; "" for nothing.
+
+    Args:
+        text: of the sample.
+        expanded: the same with all placeholders.
+    """
+    runs = re.compile(f"(?:{re.escape(token)})+")
+    if len(runs.findall(expanded)) >= len(runs.findall(text)):
+        return ""
+    seconds = min(map(len, audio)) / extractor.sampling_rate
+    return f"has audio of {seconds:.3f} s, which is too short for a feature of the model; leave it out"
 
 
 def source_has(processor: type, name: str) -> bool:
