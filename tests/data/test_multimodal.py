@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from opslot._base.errors import ConfigError
-from opslot.data import multimodal
+from opslot.data import multimodal, multimodal_collation
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
 from opslot.data.multimodal import MultimodalEncoder, encoder_cost
@@ -338,3 +338,15 @@ def test_cost_of_images_without_a_grid(model, inputs):
     config = AutoConfig.from_pretrained(model)
     grid = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}
     assert encoder_cost(config, inputs) == pytest.approx(encoder_cost(config, grid))
+
+
+def test_features_are_joined_in_shared_memory_by_processes_of_the_loader(monkeypatch):
+    parts = [torch.rand(2, 3, 4), torch.rand(5, 2, 4), torch.rand(0, 3, 4)]
+    expected = multimodal_collation._joined(parts)
+    assert expected.shape == (7, 3, 4)
+    assert torch.equal(expected[2:, :2], parts[1])
+    monkeypatch.setattr(multimodal_collation, "get_worker_info", object)
+    joined = multimodal_collation._joined(parts)
+    assert joined.is_shared()
+    assert torch.equal(joined, expected)
+    assert torch.equal(multimodal_collation._joined([parts[2]]), parts[2])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.data import get_worker_info
 
 from opslot.data.collation import collate, collate_padded
 from opslot.data.multimodal import PER_TOKEN, MultimodalEncoder
@@ -64,4 +66,10 @@ def _joined(values: list[torch.Tensor]) -> torch.Tensor:
             F.pad(value, [n for count in reversed(counts) for n in (0, count)])
             for value, counts in zip(values, missing, strict=True)
         ]
-    return torch.cat(values)
+    if get_worker_info() is None:
+        return torch.cat(values) if len(values) > 1 else values[0]
+    # A process of the loader sends tensors through shared memory: joined there, they are not copied again.
+    shape = (sum(map(len, values)), *values[0].shape[1:])
+    storage = torch.UntypedStorage._new_shared(math.prod(shape) * values[0].element_size())
+    joined = torch.empty(0, dtype=values[0].dtype).set_(storage, 0, shape)
+    return torch.cat(values, out=joined)
