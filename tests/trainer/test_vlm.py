@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from opslot._base.errors import ConfigError, DataError
+from opslot.distributed import destroy_parallel_state
 from opslot.trainer import load_config
 from opslot.trainer.callbacks import read_metrics
 from opslot.trainer.vlm import VLMTrainer
@@ -234,6 +235,21 @@ def test_text_with_a_frozen_language_model(vlm_settings, tmp_path):
     loss, _, grad_norm = trainer._forward_backward(micro_batches, sum(map(trainer.count_targets, micro_batches)))
     assert loss > 0
     assert grad_norm > 0
+
+
+def test_micro_batches_of_text_before_the_first_image(vlm_settings, tmp_path, train):
+    """FSDP in one process, with a tower that is not used in a backward pass without reduction."""
+    text = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a"}]
+    file = tmp_path / "text.jsonl"
+    file.write_text(f"{json.dumps({'messages': text})}\n" * 4)
+    vlm_settings["data"] |= {"train_path": str(file), "packing": False}
+    vlm_settings["train"] |= {"global_batch_size": 2, "micro_batch_size": 1, "max_steps": 2}
+    vlm_settings["train"]["fsdp"] = {"param_dtype": "bfloat16"}
+    try:
+        code, _, err = train()
+    finally:
+        destroy_parallel_state()
+    assert code == 0, err
 
 
 def test_unknown_part_raises(vlm_settings, tmp_path):

@@ -187,7 +187,7 @@ class MultimodalEncoder(ChatEncoder):
         """What is wrong where the model has no features of an audio; "" for nothing."""
         token = getattr(self.processor, "audio_token", None)
         # Some processors replace it by tokens of another kind.
-        if not audio or self.tokenizer.convert_tokens_to_ids(token) not in self.media_tokens:
+        if not audio or token is None or self.tokenizer.convert_tokens_to_ids(token) not in self.media_tokens:
             return ""
         return audio_without_tokens(self._component("audio"), audio, token, text, expanded)
 

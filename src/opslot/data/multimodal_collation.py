@@ -71,5 +71,5 @@ def _joined(values: list[torch.Tensor]) -> torch.Tensor:
     # A process of the loader sends tensors through shared memory: joined there, they are not copied again.
     shape = (sum(map(len, values)), *values[0].shape[1:])
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * values[0].element_size())
-    joined = torch.empty(0, dtype=values[0].dtype).set_(storage, 0, shape)
+    joined = torch.empty(0, dtype=values[0].dtype).set_(storage).view(shape)
     return torch.cat(values, out=joined)

@@ -117,7 +117,19 @@ def shard_model(
     _check_memory(model)
     if state.mesh is not None:
         _check_dtypes(model)
+        if state.world_size == 1:
+            _gather_once(model)
     return model
+
+
+def _gather_once(model: nn.Module) -> None:
+    """FSDP's backward without a reduction raises AttributeError for parameters that were never gathered, such as those
+    of a tower before the first image. With several ranks each forward runs all towers.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
 
 
 def _check_memory(model: nn.Module) -> None:
