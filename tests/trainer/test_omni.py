@@ -12,6 +12,7 @@ import transformers
 import yaml
 
 from opslot.checkpoint.folder import read_folder
+from opslot.models._parts import parts_of
 from opslot.trainer import demo_omni, load_config
 from opslot.trainer.callbacks import read_metrics
 from opslot.trainer.processors import load_processor
@@ -179,6 +180,22 @@ def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, t
     folder = tmp_path / "out" / "hf"
     assert read_folder(folder).keys() == read_folder(tmp_path / "omni").keys()
     assert type(load_processor(folder)).__name__ == "Qwen2_5OmniProcessor"
+
+
+def test_learning_rates_of_parts_and_evaluation(omni_settings, tmp_path):
+    omni_settings["data"]["eval_path"] = omni_settings["data"]["train_path"]
+    rates = {"audio": 5e-4, "merger": 2e-3, "language_model": 1e-3}
+    omni_settings["train"] |= {"lr_of": rates, "eval_steps": 1, "max_steps": 1, "lr_scheduler": "constant"}
+    trainer = trainer_of(omni_settings, tmp_path)
+    number = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    found = {number[id(p)]: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    parts = parts_of(trainer.model)
+    for part in ("audio", "merger", "language_model"):
+        # The merger is in the encoder; the last entry counts.
+        own = {*parts[part]} - ({*parts["merger"]} if part == "audio" else set())
+        assert {found[name] for name in own} == {rates[part]}
+    assert 0 < trainer.evaluate()["eval_loss"] < 10
 
 
 @pytest.mark.quick("chat.jsonl-*")
