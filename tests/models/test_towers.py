@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForImageTextToText
 
 import opslot
+from opslot._base.errors import ConfigError
 from opslot.models._modalities import _zero_of_projections
 from opslot.verify.architecture import tiny_config
 from tests.models.test_host_inputs import TOWERS, batch_of, build
@@ -103,3 +104,13 @@ def test_zero_of_projections_leaves_out_an_output_head_with_its_own_parameters()
     assert holder.projector.weight.grad is not None
     assert holder.lm_head.weight.grad is None
     assert holder.decoder.weight.grad is None
+
+
+def test_features_that_layers_alone_read_raise_for_several_ranks():
+    from opslot.models._modalities import find_towers
+    from opslot.verify.random_model import random_model
+    from opslot.verify.tiny import tiny_config
+
+    model = random_model(tiny_config("granite4_vision"))
+    with pytest.raises(ConfigError, match="Granite4VisionModel cannot train on several ranks"):
+        find_towers(model)

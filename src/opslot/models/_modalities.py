@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
+from opslot._base.errors import ConfigError
 from opslot.distributed.dummy import dummy_forward
 from opslot.models._audio import AudioInputs
 from opslot.models._by_document import remove_forward_pre_hooks
@@ -76,7 +77,11 @@ def alias_outputs(model: nn.Module) -> None:
 
 
 def find_towers(model: nn.Module) -> Towers:
-    """The towers of a model that is not sharded yet; of a model without towers, none."""
+    """The towers of a model that is not sharded yet; of a model without towers, none.
+
+    Raises:
+        ConfigError: features are read in layers of the language model alone.
+    """
     holder = feature_module(model)
     if holder is None:
         given = inspect.signature(type(transformers_model(model)).forward).parameters
@@ -88,6 +93,12 @@ def find_towers(model: nn.Module) -> Towers:
         # No module between its layers and the features, before which the others could run (Chameleon).
         return Towers({}, False, encoders_of(model))
     source = inspect.getsource(type(holder).forward)
+    if "deepstack_features" in source and "pooler_output" not in source:
+        raise ConfigError(
+            f"{type(holder).__name__} cannot train on several ranks: it reads features of images in its layers alone, "
+            "and ranks without images would run the backward of the encoder in another order",
+            hint="train it on one GPU",
+        )
     called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
     found = {name: _smallest_input(holder, name) for _, name in called}
     dummies = {name: make for name, make in found.items() if make is not None}
@@ -279,7 +290,8 @@ def features_of(outputs: Any) -> Any:
     pooled = pooled_features(outputs)
     if pooled is not None:
         return {**read, "pooler_output": pooled}
-    return {**read, "last_hidden_state": outputs["last_hidden_state"]}
+    # Some have features for layers of the language model alone (Granite 4 Vision).
+    return {**read, "last_hidden_state": outputs["last_hidden_state"]} if "last_hidden_state" in outputs else read
 
 
 def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any] | None] | None:

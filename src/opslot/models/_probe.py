@@ -55,8 +55,13 @@ def find_once(holder: Any, method: str, find: Callable[[], Any]) -> Any:
 
 def count_features(outputs: Any) -> int:
     """Number of features in what a method such as `get_image_features` returns."""
-    names = ("pooler_output", "last_hidden_state")
-    features = next(outputs[name] for name in names if name in outputs) if isinstance(outputs, Mapping) else outputs
+    features = outputs
+    if isinstance(outputs, Mapping):
+        names = ("pooler_output", "last_hidden_state")
+        features = next((outputs[name] for name in names if name in outputs), None)
+        if features is None:
+            # Pairs of a layer of the language model and what is added before it.
+            _, features = outputs["deepstack_features"][0]
     while isinstance(features, tuple | list) and isinstance(features[0], tuple | list):
         features = features[0]
     parts = [features] if isinstance(features, Tensor) else features

@@ -105,6 +105,25 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "chameleon_vqgan": {"num_embeddings": 2},
     "emu3_vqgan": {"codebook_size": 2, "hidden_size": 128},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    # The last is the width of the encoder behind it.
+    "deepseek_ocr2_sam_vision_model": {"downsample_channels": [16, 32]},
+    # Layers of the encoder whose features are added before layers of the language model.
+    "granite4_vision": {
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-2, 0]],
+        "spatial_target_layers": [1, 1, 1, 1],
+        "projector_dropout": 0.0,
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 48,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "patch_size": PATCH,
+            "image_size": IMAGE,
+        },
+        "vision_feature_select_strategy": "full",
+    },
     "dots1": {"n_shared_experts": 1},
     "glm5_next_text": {"index_topk": 16},
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
