@@ -20,10 +20,14 @@ def build(name):
     return model, packed_samples(RopePositions(config, type(model).__name__), samples)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "kimi_k25", "gemma3", "llava", "glm4v"])
+@pytest.mark.quick("qwen3_vl", "kimi_k25", "gemma3", "llava", "glm4v")
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", "kimi_k25", "gemma3", "llava", "glm4v", "deepseek_ocr2", "granite4_vision"]
+)
 def test_packed_equals_alone(name):
     """kimi_k25 passes cu_seq_lens_q to its tower; gemma3's image tokens see each other in documents alone."""
     model, (packed, alone) = build(name)
+    assert any("pixel_values" in row for row in packed)
     opslot.apply(model, "auto")
     assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
 
