@@ -8,6 +8,13 @@ from opslot.slots.protocol import KEEPS_SEQUENCES
 _ATTENTION = "Llama4TextAttention"
 
 patch = PatchConfig("transformers.models.llama4.modeling_llama4")
+# Rows with a mask of padding are one document each. There Transformers counts padding too, also where position_ids
+# do not, as those of `generate` with padding on the left.
+patch.insert_after(
+    "Llama4TextModel.forward",
+    "self.rotary_emb($*arguments)",
+    'if attention_mask is not None and kwargs.get("cu_seq_lens_q") is None:\n    position_ids = None',
+)
 patch.replace(
     "Llama4TextDecoderLayer.forward",
     "self.self_attn($*arguments)",
