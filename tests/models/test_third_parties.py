@@ -8,12 +8,13 @@ import types
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 from transformers import AutoConfig
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.checkpoint import save_weights
+from opslot.checkpoint import load_weights, save_weights
 from opslot.distributed import ParallelPlan
 from opslot.models import _registry, register_architecture
 from opslot.models._registry import ARCHITECTURES, MODELING_REGISTRY, Registry, find_architecture
@@ -150,3 +151,25 @@ def test_checkpoint_converter_of_a_class_is_used(tmp_path):
     model.__class__ = Own
     opslot.models.load_foundation_weights(model, tmp_path)
     assert torch.equal(model.model.norm.weight, torch.ones(16))
+
+
+class Renamed:
+    """Reads a checkpoint that calls the base model `transformer`."""
+
+    def can_handle(self, name):
+        return name.startswith("transformer.")
+
+    def convert(self, name, tensor):
+        return [(name.replace("transformer.", "model.", 1), tensor)]
+
+    def finalize(self):
+        return []
+
+
+def test_checkpoint_converter_gets_the_names_of_the_file(tmp_path):
+    model, other = build(), build()
+    file = save_weights(other, tmp_path) / "model.safetensors"
+    tensors = {name.replace("model.", "transformer.", 1): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    load_weights(model, tmp_path, converters=[Renamed()])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
