@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import opslot
 from opslot._base.errors import ConfigError
@@ -22,6 +22,7 @@ from opslot.models.discovery import collected_forms as collected
 from opslot.models.discovery import finder, register_forms
 from opslot.models.parallelize import parallel_plan
 from opslot.patchgen import PatchConfig, PatchError
+from opslot.verify.tiny import tiny_config
 
 TINY = {
     "vocab_size": 32,
@@ -164,6 +165,15 @@ class Renamed:
 
     def finalize(self):
         return []
+
+
+@pytest.mark.parametrize("ops", ["eager", None])
+def test_checkpoint_converters_of_a_model_with_another_model_type(ops):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama4_text"))
+    if ops is not None:
+        opslot.apply(model, ops)
+    register_architecture("llama4", lambda model: [Halved()], replace=True)
+    assert [type(converter) for converter in _registry.converters_of(model)] == [Halved]
 
 
 def test_checkpoint_converter_gets_the_names_of_the_file(tmp_path):
