@@ -415,6 +415,11 @@ def test_ops_that_are_imported_first_load_no_entry_points(toy, monkeypatch):
     assert loaded == [[toy.name, "other"]]
 
 
+def test_variants_must_be_a_mapping(toy):
+    with pytest.raises(ConfigError, match="variants must be a mapping by name\n  found: tuple"):
+        replace(toy, variants=tuple(toy.variants.values()))
+
+
 def test_unknown_op_raises_with_a_suggestion(toy):
     with pytest.raises(ConfigError, match="did you mean 'toy_double'"):
         KERNEL_REGISTRY.op("toy_doubel")
