@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from opslot.bench.plots import draw
-from opslot.bench.result import OpRow, Result, Run, StepRow, by_comparison, origin_of, read
+from opslot.bench.result import OpRow, Result, Run, StepRow, by_comparison, read
 from opslot.bench.table import curve_text, significant
 from opslot.models.discovery.allowed_skips import ALLOWED
 from opslot.patchgen.lock import Lock
@@ -220,7 +220,7 @@ def _fastest_step(names: Sequence[str], rows: Sequence[StepRow]) -> _Cell:
 
 def _op_cell(library: str, rows: Sequence[OpRow], run: Run) -> _Cell:
     """The library's fastest kernel with a passed check."""
-    found = [r for r in rows if origin_of(r.kernel) == library]
+    found = [r for r in rows if r.origin == library]
     valid = [r for r in found if r.valid]
     if not found:
         return _missing(library, rows[0].op, rows[0].variant, run)
@@ -320,9 +320,7 @@ def ops() -> str:
     measured = by_comparison(result.ops)
     for op in dict.fromkeys(key[0] for key in measured):
         groups = {key: rows for key, rows in measured.items() if key[0] == op}
-        origins = {origin_of(r.kernel) for rows in groups.values() for r in rows} | {
-            "VeOmni" for name, _ in _VEOMNI if name == op
-        }
+        origins = {r.origin for rows in groups.values() for r in rows} | {"VeOmni" for name, _ in _VEOMNI if name == op}
         columns = [name for name in _OP_COLUMNS if name in origins or name == "opslot"]
         lines = []
         for (_, variant, case), rows in groups.items():

@@ -74,6 +74,7 @@ def test_wrong_kernel_has_no_valid_time_and_is_never_selected(kernels, tmp_path,
     assert not rows["wrong"].valid
     assert rows["wrong"].check.startswith("WRONG model width: ")
     assert rows["right"].valid
+    assert (rows["right"].origin, rows["torch_fused"].origin) == ("tests", "PyTorch")
     assert rows["eager"].shape == {"width": 24, "heads": 1}
     (timing,) = timings_of(rows.values())
     assert timing.failed == {"wrong": rows["wrong"].check}

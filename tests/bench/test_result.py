@@ -86,6 +86,7 @@ def test_color_marks_opslot_not_the_fastest():
         "liger: in place": "Liger-Kernel",
     }
     assert {kernel: origin_of(kernel) for kernel in origins} == origins
+    assert dataclasses.replace(OPS[1], package="acme").origin == "acme"
 
 
 def test_outlier_bar_is_broken():

@@ -49,7 +49,7 @@ def test_json_files(tmp_path, name, content, read_documents, monkeypatch):
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "cannot be decompressed"),
         ("a.jsonl.gz", LINES, "cannot be decompressed"),
         ("a.jsonl.zst", zstd(LINES)[:40], "a.jsonl.zst: "),
-        ("a.json", b'[{"text": "a"}, 3]', "item 2: holds a int; the array must hold objects"),
+        ("a.json", b'[{"text": "a"}, 3]', "item 2: holds a number; the array must hold objects"),
         ("a.json", b'[{"text": "a"}, {"text": ', "not a JSON array"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"t": 1}\n', mtime=0), "line 2: no field 'text'"),
         ("a.arrow", b"no arrow", "not a readable arrow file"),

@@ -74,8 +74,8 @@ def test_every_malformed_line_is_reported(tmp_path, read_documents):
     message = str(caught.value)
     assert f"{first}, line 2: not JSON" in message
     assert f"{first}, line 3: no field 'text'; it has content. Set data.text_field" in message
-    assert f"{first}, line 4: holds a list" in message
-    assert f"{second}, line 1: field 'text' holds a int" in message
+    assert f"{first}, line 4: holds an array" in message
+    assert f"{second}, line 1: field 'text' holds a number" in message
 
 
 def test_long_list_of_problems_is_truncated(tmp_path, read_documents):

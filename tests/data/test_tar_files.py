@@ -50,7 +50,7 @@ def test_members_of_one_name_are_a_sample(tmp_path):
     assert columns_in(file, "auto", []).names == ["messages", "images"]
 
 
-@pytest.mark.parametrize(("data", "problem"), [(b"{", "1.json is not JSON"), (b"[]", "1.json holds a list")])
+@pytest.mark.parametrize(("data", "problem"), [(b"{", "1.json is not JSON"), (b"[]", "1.json holds an array")])
 def test_bad_json_is_reported_with_its_sample(tmp_path, data, problem):
     records, problems = read(write_tar(tmp_path / "a.tar", [("1.json", data), ("2.json", b'{"text": "x"}')]))
     assert [record for _, record in records] == [{"text": "x"}]

@@ -32,6 +32,21 @@ def test_llama4_scales_queries_by_positions_in_documents(ops):
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 
+def test_llama4_counts_padding_on_the_left_as_transformers_does():
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(tiny_config("llama4_text"), attn_implementation="eager").eval()
+    model = copy.deepcopy(original)
+    opslot.apply(model, "eager")
+    ids, mask = torch.randint(3, 48, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :7] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, original(**inputs).logits)
+        options = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+        ours, theirs = (m.generate(ids, attention_mask=mask, **options).logits for m in (model, original))
+    assert torch.equal(torch.stack(ours), torch.stack(theirs))
+
+
 @pytest.mark.parametrize(
     ("arch", "attribute", "reason"),
     [

@@ -8,12 +8,13 @@ import types
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.checkpoint import save_weights
+from opslot.checkpoint import load_weights, save_weights
 from opslot.distributed import ParallelPlan
 from opslot.models import _registry, register_architecture
 from opslot.models._registry import ARCHITECTURES, MODELING_REGISTRY, Registry, find_architecture
@@ -21,6 +22,7 @@ from opslot.models.discovery import collected_forms as collected
 from opslot.models.discovery import finder, register_forms
 from opslot.models.parallelize import parallel_plan
 from opslot.patchgen import PatchConfig, PatchError
+from opslot.verify.tiny import tiny_config
 
 TINY = {
     "vocab_size": 32,
@@ -150,3 +152,34 @@ def test_checkpoint_converter_of_a_class_is_used(tmp_path):
     model.__class__ = Own
     opslot.models.load_foundation_weights(model, tmp_path)
     assert torch.equal(model.model.norm.weight, torch.ones(16))
+
+
+class Renamed:
+    """Reads a checkpoint that calls the base model `transformer`."""
+
+    def can_handle(self, name):
+        return name.startswith("transformer.")
+
+    def convert(self, name, tensor):
+        return [(name.replace("transformer.", "model.", 1), tensor)]
+
+    def finalize(self):
+        return []
+
+
+@pytest.mark.parametrize("ops", ["eager", None])
+def test_checkpoint_converters_of_a_model_with_another_model_type(ops):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama4_text"))
+    if ops is not None:
+        opslot.apply(model, ops)
+    register_architecture("llama4", lambda model: [Halved()], replace=True)
+    assert [type(converter) for converter in _registry.converters_of(model)] == [Halved]
+
+
+def test_checkpoint_converter_gets_the_names_of_the_file(tmp_path):
+    model, other = build(), build()
+    file = save_weights(other, tmp_path) / "model.safetensors"
+    tensors = {name.replace("model.", "transformer.", 1): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    load_weights(model, tmp_path, converters=[Renamed()])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

@@ -120,7 +120,7 @@ def test_override_method_adds_a_missing_one(rewrite, patch):
                 """
                     return self.norm(x)
 
-                # [PATCHED: replace method ToyModel.get_parallel_plan (Patch.1)]
+                # [PATCHED: add method ToyModel.get_parallel_plan (Patch.1)]
                 def get_parallel_plan(self):
                     return None
                 """
@@ -128,6 +128,12 @@ def test_override_method_adds_a_missing_one(rewrite, patch):
             "    ",
         )
     )
+
+
+def test_override_method_warns_of_a_misspelled_name(rewrite, patch, caplog):
+    patch.override_method("ToyModel.foward", "def f(self, x):\n    return x\n", description="returns x")
+    assert "# [PATCHED: returns x (Patch.1)]" in rewrite(BEFORE, patch)
+    assert "class ToyModel has no method 'foward', so it was added; did you mean 'forward'?" in caplog.text
 
 
 def test_modify_init_goes_before_post_init(rewrite, patch):

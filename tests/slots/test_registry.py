@@ -1,6 +1,8 @@
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import packaging.requirements
 import pytest
@@ -397,6 +399,25 @@ def test_entry_points_register_and_a_broken_one_only_warns(toy, monkeypatch, cap
         "TypeError: expected a function or a module, found",
         "TypeError: unsupported operand type(s) for *: 'KernelRegistry' and 'float'",
     ]
+
+
+def test_ops_that_are_imported_first_load_no_entry_points(toy, monkeypatch):
+    """`import opslot.ops` before the registry is used: entry points need all ops, not those so far."""
+    loaded = []
+    point = SimpleNamespace(value="a:b", load=lambda: lambda registry: loaded.append([*registry.ops]))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point])
+    registry = KernelRegistry(entry_points=True)
+    registry.register_op(toy)
+    registry.register(KernelSpec("fast", toy.name, "standard", "math:sqrt"))
+    registry.register_op(replace(toy, name="other"))
+    assert loaded == []
+    assert len(registry.specs()) == 1
+    assert loaded == [[toy.name, "other"]]
+
+
+def test_variants_must_be_a_mapping(toy):
+    with pytest.raises(ConfigError, match="variants must be a mapping by name\n  found: tuple"):
+        replace(toy, variants=tuple(toy.variants.values()))
 
 
 def test_unknown_op_raises_with_a_suggestion(toy):

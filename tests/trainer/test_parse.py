@@ -120,7 +120,7 @@ def test_all_problems_in_one_error(tmp_path):
     ("text", "message"),
     [
         ("train: {lr: 1", "is not valid YAML"),
-        ("- a\n- b\n", "holds a list; it needs the sections model, data and train"),
+        ("- a\n- b\n", "found: a list\n  hint: give the sections model, data and train"),
         ("train: 3\n", "train is a section, found 3; set its fields"),
     ],
 )

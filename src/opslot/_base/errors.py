@@ -57,6 +57,22 @@ def error_text(what: str, *, found: str = "", hint: str = "") -> str:
     return "\n".join(lines)
 
 
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def json_type(value: object) -> str:
+    """What a value read from a file is, in the words of JSON; else its Python type."""
+    return _JSON_TYPES.get(type(value), f"a value of type {type(value).__name__}")
+
+
 def list_problems(title: str, problems: Sequence[str], shown: int = 10) -> str:
     """`title`, then one line per problem; a long list is cut and counted."""
     lines = [f"- {problem}" for problem in problems[:shown]]

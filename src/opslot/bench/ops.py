@@ -240,7 +240,10 @@ class _Setting:
     def row(self, case: InputCase, kernel: str) -> OpRow:
         shape = dict(case.shape) if case.shape else None
         tokens = self.tokens if shape else None
-        return OpRow(self.op, self.variant.name, case.name, kernel, dtype_name(self.dtype), shape=shape, tokens=tokens)
+        row = OpRow(self.op, self.variant.name, case.name, kernel, dtype_name(self.dtype), shape=shape, tokens=tokens)
+        specs = KERNEL_REGISTRY.specs(self.op, self.variant.name)
+        package = next((spec.package for spec in specs if spec.name == kernel), "opslot")
+        return row if package == "opslot" else replace(row, package=package)
 
     def checks(self, kernel: str, candidate: _Candidate, cases: Sequence[InputCase]) -> list[Check]:
         """What runs before `cases` are timed; nothing for eager code, compiled or not.

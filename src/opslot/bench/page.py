@@ -13,7 +13,6 @@ from opslot.bench.result import (
     StepRow,
     by_comparison,
     eager_ms,
-    origin_of,
     steps_by_comparison,
 )
 from opslot.bench.table import OP_COLUMNS, STEP_COLUMNS, op_cells, step_cells, step_check, time_cell
@@ -87,7 +86,7 @@ def _summary(rows: Sequence[OpRow]) -> str:
         _, _, against, share, _ = op_cells(best, eager_ms(group))
         lines.append(
             f'<tr><td class="l">{escape(op)}/{escape(variant)}</td><td class="l">{escape(case)}</td>'
-            f'<td class="l"><b>{escape(best.kernel)}</b></td><td class="l">{escape(origin_of(best.kernel))}</td>'
+            f'<td class="l"><b>{escape(best.kernel)}</b></td><td class="l">{escape(best.origin)}</td>'
             f"<td>{time_cell(best)}</td><td>{against}</td><td>{share}</td></tr>"
         )
     header = "".join(f'<th class="l">{name}</th>' for name in ("op", "case", "fastest kernel", "from"))
@@ -132,7 +131,7 @@ def _op_line(row: OpRow, best: bool, eager: float | None, longest: float) -> str
         op_cells(row, eager),
         row.check,
         good=row.valid,
-        own=origin_of(row.kernel) == "opslot",
+        own=row.origin == "opslot",
         best=best,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opslot.bench.result import LossCurve, OpRow, Result, StepRow, by_comparison, origin_of, steps_by_comparison
+from opslot.bench.result import LossCurve, OpRow, Result, StepRow, by_comparison, steps_by_comparison
 from opslot.bench.table import significant
 
 _OWN, _EAGER, _OTHER, _ROOFLINE, _INK = "#1f6feb", "#d5dae1", "#a3adb9", "#d1242f", "#1f2933"
@@ -62,7 +62,7 @@ def _title(result: Result, ops: bool) -> str:
 def _draw_op(axis: Any, comparison: tuple[str, str, str], group: Sequence[OpRow]) -> None:
     op, variant, case = comparison
     values = {r.kernel: r.ms or 0.0 for r in group}
-    colors = [_OWN if origin_of(r.kernel) == "opslot" else _EAGER if r.kernel == "eager" else _OTHER for r in group]
+    colors = [_OWN if r.origin == "opslot" else _EAGER if r.kernel == "eager" else _OTHER for r in group]
     _draw_bars(axis, values, colors, axis_limit(list(values.values())))
     if group[0].roofline_ms:
         axis.axvline(group[0].roofline_ms, color=_ROOFLINE, linewidth=1.2, linestyle="--")

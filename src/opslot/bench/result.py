@@ -96,6 +96,7 @@ class OpRow:
         check: "ok ..." when outputs and gradients match the fp64 reference, "unsupported: ...", "unchecked: ...",
             "WRONG ..." or the error. A time beside anything but "ok" does not count.
         shape, tokens: the case's static sizes and number of tokens, where the op declares them.
+        package: the package that registered the kernel; "" is opslot.
     """
 
     op: str
@@ -110,6 +111,13 @@ class OpRow:
     check: str = ""
     shape: dict[str, int] | None = None
     tokens: int | None = None
+    # Not in the digests of plots: that of opslot, as in all committed results, changes none.
+    package: str = field(default="", repr=False)
+
+    @property
+    def origin(self) -> str:
+        """The project whose code the kernel is."""
+        return self.package or origin_of(self.kernel)
 
     @property
     def valid(self) -> bool:
@@ -454,7 +462,7 @@ _ORIGINS = {
 
 
 def origin_of(kernel: str) -> str:
-    """The project whose code an op's kernel is: a baseline's label, or "opslot" for opslot's own."""
+    """The project whose code a kernel of opslot or a baseline is: its label, or "opslot" for opslot's own."""
     head, separator, _ = kernel.partition(":")
     return _ORIGINS.get(head, head if separator else "opslot")
 

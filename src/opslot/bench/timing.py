@@ -32,7 +32,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Peak:
-    """What this machine reaches: bytes/s of a large copy (read and write), and FLOP/s of a large GEMM."""
+    """What this machine reaches: bytes/s of a large copy or addition, and FLOP/s of a large GEMM."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -42,13 +42,15 @@ class Peak:
 def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """Measured on random data, since zeros take less power and run faster."""
     n, size = (2**28, 8192) if device.type == "cuda" else (2**24, 1024)
-    return Peak(2 * 4 * n / _copy_ms(n, device) * 1e3, 2 * size**3 / _gemm_ms(size, device, dtype) * 1e3)
+    return Peak(_bytes_per_s(n, device), 2 * size**3 / _gemm_ms(size, device, dtype) * 1e3)
 
 
-def _copy_ms(n: int, device: torch.device) -> float:
-    source = torch.randn(n, device=device)
-    target = torch.empty_like(source)
-    return measure(lambda: target.copy_(source), device).ms
+def _bytes_per_s(n: int, device: torch.device) -> float:
+    """The larger of a copy's and an addition's: most ops read more than they write, which can be faster than a copy."""
+    x, y = (torch.randn(n, device=device) for _ in range(2))
+    out = torch.empty_like(x)
+    copy, add = measure(lambda: out.copy_(x), device).ms, measure(lambda: torch.add(x, y, out=out), device).ms
+    return x.element_size() * n * max(2 / copy, 3 / add) * 1e3
 
 
 def _gemm_ms(size: int, device: torch.device, dtype: torch.dtype) -> float:

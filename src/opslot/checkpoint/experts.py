@@ -267,7 +267,9 @@ class ExpertTensorConverter:
         part = self.slice_of(name, tuple(tensor.shape))
         if tuple(tensor.shape) != part.shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the model's {part.target} needs {list(part.shape)}"
+                f"{name} does not fit the model's {part.target}",
+                found=f"{list(tensor.shape)}, expected {list(part.shape)}",
+                hint="give the checkpoint of this model's config",
             )
         wanted = self.targets[part.target]
         if _SPLIT.fullmatch(name) is None:

@@ -368,7 +368,10 @@ class ConvertedTensors:
         """
         absent = [name for name in self.sources if name not in self._inputs]
         if self._inputs and absent:
-            raise CheckpointError(f"{self._target} is made of several tensors; {', '.join(absent)} are missing")
+            raise CheckpointError(
+                f"{self._target} is made of several tensors; {', '.join(absent)} are missing",
+                hint="give the whole checkpoint",
+            )
         return []
 
     def _error(self, inputs: Mapping[str, Tensor], reason: str) -> CheckpointError:

@@ -82,7 +82,7 @@ def map_tensors(
             model's prefix.
     """
     mapper = _Mapper(model, problems, allow_missing, allow_extra, names)
-    return mapper.map(model.under_model_names(entries) if names is None else dict(entries), converters)
+    return mapper.map(_under_model_names(entries, model, converters) if names is None else dict(entries), converters)
 
 
 class _Mapper:
@@ -252,6 +252,21 @@ class _Mapper:
         item = f"{target.name} {list(target.shape)}"
         stored = [target.name] if self.names is None else self.names.source_keys_of(target.name)
         return item if stored == [target.name] else f"{item} (in the checkpoint: {', '.join(stored)})"
+
+
+def _under_model_names(
+    entries: Mapping[str, TensorEntry], model: ModelTensors, converters: Sequence[CheckpointTensorConverter]
+) -> dict[str, TensorEntry]:
+    """The tensors by name, with the base model's prefix of the model unless only the other name has a converter."""
+    renamed = model.names_in_model(entries)
+
+    def has_converter(name: str) -> bool:
+        return any(converter.can_handle(name) for converter in converters)
+
+    return {
+        name if has_converter(name) and not has_converter(renamed[name]) else renamed[name]: entry
+        for name, entry in entries.items()
+    }
 
 
 def _assign(names: Iterable[str], converters: Sequence[CheckpointTensorConverter]) -> tuple[list[list[str]], list[str]]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-
-from opslot.checkpoint.safetensors_file import TensorEntry
 
 # Checkpoints of 2023 and before hold the rotary frequencies of every layer; models compute them.
 _ALWAYS_IGNORED = r"(^|\.)rotary_emb\.inv_freq$"
@@ -80,16 +78,16 @@ class ModelTensors:
             list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
         )
 
-    def under_model_names(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """The checkpoint's tensors under this model's names.
+    def names_in_model(self, names: Iterable[str]) -> dict[str, str]:
+        """The name that each tensor of a checkpoint has in this model.
 
         The prefix of a base model is added or removed if checkpoint and model differ in it.
         """
-        prefix = self.prefix
+        prefix, names = self.prefix, list(names)
         model_has = any(name.startswith(prefix) for name in self.targets)
-        file_has = any(name.startswith(prefix) for name in entries)
+        file_has = any(name.startswith(prefix) for name in names)
         if not prefix or model_has == file_has:
-            return dict(entries)
+            return {name: name for name in names}
         if file_has:
-            return {name.removeprefix(prefix): entry for name, entry in entries.items()}
-        return {name if name in self.targets else prefix + name: entry for name, entry in entries.items()}
+            return {name: name.removeprefix(prefix) for name in names}
+        return {name: name if name in self.targets else prefix + name for name in names}

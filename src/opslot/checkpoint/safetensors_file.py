@@ -44,6 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _LENGTH_BYTES = 8
+_UNREADABLE = "check its permissions and its disk, or copy it to a local disk"
 _MAX_HEADER_BYTES = 100_000_000
 _AGAIN = "copy or download the file again"
 
@@ -103,7 +104,7 @@ def read_header(file: Path) -> list[TensorEntry]:
                 raise _corrupt(file, f"its header should take {length} bytes, the file has {size}")
             raw = stream.read(length)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}", hint=_UNREADABLE) from error
     try:
         header = json.loads(raw)
         fields = [(name, value) for name, value in header.items() if name != "__metadata__"]
@@ -156,7 +157,7 @@ class MappedFile:
                 self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
                 self._descriptor = os.dup(stream.fileno())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be mapped: {error}") from error
+            raise CheckpointError(f"{file} cannot be mapped: {error}", hint=_UNREADABLE) from error
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from opslot._base.errors import json_type
 from opslot.data.locations import ByteRange, Location
 from opslot.data.sources import COMPRESSIONS, format_of
 from opslot.data.tar_files import read_tar
@@ -128,7 +129,7 @@ def text_of(record: Mapping[str, Any], text_field: str) -> tuple[str, str | None
         return "", f"no field {text_field!r}; it has {fields}. {fix}"
     text = record[text_field]
     if not isinstance(text, str):
-        return "", f"field {text_field!r} holds a {type(text).__name__}, not a string"
+        return "", f"field {text_field!r} holds {json_type(text)}, not a string"
     lone = lone_surrogate(text)
     return ("", f"field {text_field!r} holds {lone}") if lone else (text, None)
 
@@ -274,7 +275,7 @@ def _read_json_array(
                 if isinstance(item, dict):
                     yield where, item
                 else:
-                    malformed.append(f"{where}: holds a {type(item).__name__}; the array must hold objects")
+                    malformed.append(f"{where}: holds {json_type(item)}; the array must hold objects")
     except (ValueError, RecursionError) as error:
         problems.append(f"{part.file}: not a JSON array ({error})")
     except _DAMAGED as error:
@@ -305,7 +306,7 @@ def _record_of_line(line: bytes) -> tuple[dict[str, Any], str | None]:
     except (ValueError, RecursionError) as error:
         return {}, f"not JSON ({error}); the file must hold one object a line"
     if not isinstance(record, dict):
-        return {}, f"holds a {type(record).__name__}; the file must hold one object a line"
+        return {}, f"holds {json_type(record)}; the file must hold one object a line"
     return record, None
 
 

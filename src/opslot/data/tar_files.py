@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from opslot._base.errors import json_type
 from opslot.data.locations import ByteRange, Location
 
 _COLUMNS = {
@@ -66,7 +67,7 @@ def _record(
                 malformed.append(f"{where}: {name} is not JSON ({error})")
                 return
             if not isinstance(found, dict):
-                malformed.append(f"{where}: {name} holds a {type(found).__name__}, not an object")
+                malformed.append(f"{where}: {name} holds {json_type(found)}, not an object")
                 return
             record |= found
         elif suffix == "txt":

@@ -181,7 +181,12 @@ def converters_of(model: Any) -> list[Any] | None:
     if create is not None:
         found = create(model)
         return list(found) if isinstance(found, list | tuple) else [found]
-    architecture = ARCHITECTURES.get(model.config.model_type)
+    _load_entry_points()
+    # The model_type of a sub-model with its own config is not its architecture's, as llama4_text.
+    modules = [cls.__module__ for cls in type(model).__mro__]
+    folders = [found.group(1) for name in modules if (found := _GENERATED.fullmatch(name) or _UPSTREAM.fullmatch(name))]
+    names = (*folders[:1], model.config.model_type)
+    architecture = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     return architecture.converters(model) if architecture and architecture.converters else None
 
 

@@ -35,7 +35,8 @@ class Replacement(Edit):
 
     @property
     def action(self) -> str:
-        return f"replace {self.kind} {self.target}"
+        # Whether a method is replaced or added is known once upstream's class is.
+        return f"{'override' if self.kind == 'method' else 'replace'} {self.kind} {self.target}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ class TextPrimitives:
     def override_method(
         self, target: str, replacement: Any = None, *, name_map: Mapping[str, str] | None = None, description: str = ""
     ) -> Any:
-        """Replace a method's signature and body, or add the method; upstream's decorators stay."""
+        """Replace a method's signature and body, or add the method; upstream's decorators stay.
+
+        Adding a method whose name resembles one of upstream's logs a warning.
+        """
         return self._replacement("method", target, replacement, name_map, description)
 
     def modify_init(

@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+import difflib
+
 import libcst as cst
 
 from opslot._base.errors import PatchError
+from opslot._base.logging import get_logger
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import Edit, NameMap, UndecoratedCopy, rename
 from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, splice, walk
+
+logger = get_logger(__name__)
+
+# Similarity of names, by difflib, from which one is taken for a misspelling of the other: above that of
+# get_image_features and get_video_features.
+_MISSPELLED = 0.85
 
 
 def apply_replacement(edit: Replacement, document: Document) -> None:
     new = _definition(edit, edit.text, edit.name_map)
     owner, _, method = edit.target.partition(".")
     new = new.with_changes(name=cst.Name(method or owner))
+    summary = edit.summary
     if edit.kind == "method":
-        document.get(owner, edit)
+        cls = document.get(owner, edit)
         old = document.find(edit.target)
         if isinstance(old, cst.FunctionDef):
             comments = [line for line in new.leading_lines if line.comment]
             new = new.with_changes(decorators=old.decorators, leading_lines=[*old.leading_lines, *comments])
         else:
             new = new.with_changes(leading_lines=[cst.EmptyLine(indent=False), *new.leading_lines])
+            summary = edit.note or f"add method {edit.target}"
+            _warn_of_misspelling(cls, method)
     else:
         old = document.get(edit.target, edit)
         comments = [line for line in new.leading_lines if line.comment]
         new = new.with_changes(leading_lines=[*old.leading_lines, *comments])
     document.sign(edit, [new])
     document.put(edit.target, new)
-    document.note(edit.target, f"{edit.summary} (Patch.{document.number(edit)})")
+    document.note(edit.target, f"{summary} (Patch.{document.number(edit)})")
+
+
+def _warn_of_misspelling(cls: cst.FunctionDef | cst.ClassDef, method: str) -> None:
+    """Warn where a class has no method of that name, but one whose name differs by a few letters."""
+    own = [node.name.value for node in cls.body.body if isinstance(node, cst.FunctionDef)]
+    # A class may inherit these two, which nearly all modules have.
+    similar = difflib.get_close_matches(method, [*own, "forward", "__init__"], n=1, cutoff=_MISSPELLED)
+    if similar and similar[0] != method:
+        logger.warning("class %s has no method %r, so it was added; did you mean %r?", cls.name.value, method, *similar)
 
 
 def apply_external(edit: ExternalReplacement, document: Document) -> None:

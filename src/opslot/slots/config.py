@@ -124,6 +124,7 @@ class OpsImplementationConfig:
         raise ConfigError(
             "ops must be an OpsImplementationConfig, a mapping by field names, 'auto' or a preset's name",
             found=type(value).__name__,
+            hint='e.g. {"rms_norm_implementation": "eager"}',
         )
 
     def __getattr__(self, name: str) -> str:

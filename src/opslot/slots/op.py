@@ -154,6 +154,12 @@ class OpSpec:
     description: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.variants, Mapping):
+            raise ConfigError(
+                f"OpSpec {self.name!r}: variants must be a mapping by name",
+                found=type(self.variants).__name__,
+                hint='e.g. {"standard": OpVariant("standard", reference, cases, gradients)}',
+            )
         if not self.config_field:
             object.__setattr__(self, "config_field", f"{self.name}_implementation")
 

@@ -77,9 +77,12 @@ class KernelRegistry:
             raise ConfigError(
                 f"register takes a KernelSpec, got {spec!r}", hint="wrap the kernel: KernelSpec(name, op, variant, ...)"
             )
-        self._discover()
+        # The package of built-in ops may be imported before the registry is used: its kernels are registered after
+        # their op, and must not load entry points, which need all ops.
+        if spec.op_name not in self._ops:
+            self._discover()
         with self._lock:
-            op = self.op(spec.op_name)
+            op = self._ops.get(spec.op_name) or self.op(spec.op_name)
             op.variant(spec.variant)
             if spec.key in self._specs and not replace:
                 raise ConfigError(

@@ -284,6 +284,12 @@ class KernelSpec:
         return self.op_name, self.variant, self.name
 
     @property
+    def package(self) -> str:
+        """The top-level package whose code `factory` is."""
+        module = self.factory if isinstance(self.factory, str) else getattr(self.factory, "__module__", "")
+        return module.partition(":")[0].partition(".")[0]
+
+    @property
     def modules(self) -> frozenset[str]:
         """Names of the modules that it requires."""
         return frozenset(x.module if isinstance(x, Requirement) else x for x in self.requires)

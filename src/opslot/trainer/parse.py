@@ -200,7 +200,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"no such file: {path}", hint="give a YAML file, or only fields: --section.field VALUE"
         ) from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML:\n  {error}".replace("\n", "\n  ")) from error
+        raise ConfigError(
+            f"{path} is not valid YAML:\n  {error}".replace("\n", "\n  "),
+            hint="indent with spaces, and quote values that contain ': ' or start with *, &, [, { or @",
+        ) from error
     except RecursionError:
         raise ConfigError(
             f"{path} is not a configuration",
@@ -208,11 +211,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             hint="give the sections model, data and train",
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error}", hint="give a YAML file in UTF-8") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; it needs the sections model, data and train")
+        raise ConfigError(
+            f"{path} is not a configuration",
+            found=f"a {type(values).__name__}",
+            hint="give the sections model, data and train",
+        )
     return values
 
 
