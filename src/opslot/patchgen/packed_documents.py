@@ -7,7 +7,7 @@ from collections import Counter
 from functools import lru_cache
 
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.edits import Anchored, ClassAttribute
+from opslot.patchgen.edits import Anchored, ClassAttribute, TakeKeywords
 from opslot.patchgen.forms import ModuleView, names_in
 from opslot.patchgen.source import nodes_below
 
@@ -160,9 +160,10 @@ def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> Non
     Instances of other classes that are called there get them if they take any keyword argument.
     """
     attributes = [e.attribute for e in patch.edits if isinstance(e, ClassAttribute) and e.target == owner]
+    own = [owner] if TakeKeywords(f"{owner}.forward") in patch.edits else []
     for method, call in callers_of(module, owner):
         _pass_as_seq_idx(module, patch, method, call)
-        if (takers := _takers(module, method, call)) or _BY_DOCUMENT in attributes:
+        if (takers := _takers(module, method, call) + own) or _BY_DOCUMENT in attributes:
             _pass(module, patch, method, call, takers)
         pass_documents_to(module, patch, method.partition(".")[0])
 
