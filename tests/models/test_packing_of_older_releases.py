@@ -46,6 +46,8 @@ class ToyMixer(nn.Module):
         length = hidden_states.shape[1]
         return self.conv(hidden_states.transpose(-1, -2))[..., :length].transpose(-1, -2)
 """
+# In 5.13 and 5.14 LFM2's takes the index of documents, but has no function.
+INDEX_WITHOUT_FUNCTION = WITHOUT.replace("attention_mask=None", "attention_mask=None, seq_idx=None")
 # Before 5.15: a recurrence over time, one token after another, as Jamba's without its kernels.
 RECURRENT = """
 class ToyMixer(nn.Module):
@@ -99,8 +101,13 @@ SEQ_IDX = ", seq_idx=kwargs.get('seq_idx')"
 
 @pytest.mark.parametrize(
     ("mixer", "seq_idx", "slots"),
-    [(WITH_INDEX, SEQ_IDX, ["ToyMixer"]), (WITHOUT, "", []), (RECURRENT, "", [])],
-    ids=["index of documents", "convolution", "recurrence"],
+    [
+        (WITH_INDEX, SEQ_IDX, ["ToyMixer"]),
+        (INDEX_WITHOUT_FUNCTION, SEQ_IDX, []),
+        (WITHOUT, "", []),
+        (RECURRENT, "", []),
+    ],
+    ids=["index of documents", "index of documents, convolution", "convolution", "recurrence"],
 )
 def test_packed_documents_equal_the_documents_alone(tmp_path, monkeypatch, mixer, seq_idx, slots):
     # Any function that computes it: the reviewed one is Transformers'.

@@ -12,6 +12,7 @@ from opslot.patchgen.engine import generate
 from opslot.patchgen.source import installed_release
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify import check_architecture
+from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 
 
@@ -56,7 +57,7 @@ def test_llama4_counts_padding_on_the_left_as_transformers_does():
             "InklingAttention counts the positions of a whole row, not those of each document",
         ),
         (
-            "biogpt",
+            "bart",
             "masks_without_positions",
             "its masks are made without position_ids, so packed documents would attend to each other",
         ),
@@ -73,11 +74,24 @@ def test_default_positions_do_not_prevent_packing():
     assert "counts the positions" not in text
 
 
-def test_padding_mask_that_a_model_makes_hides_documents():
-    model = AutoModelForCausalLM.from_config(tiny_config("biogpt"))
-    opslot.apply(model, "eager")
-    assert "packed documents would attend to each other" in keeps_sequences(model)
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+def test_positions_separate_documents_where_a_model_makes_a_padding_mask(ops):
+    original = random_model(tiny_config("biogpt")).eval()
+    model = copy.deepcopy(original)
+    opslot.apply(model, ops)
+    assert keeps_sequences(model) is None
+    ids = torch.arange(3, 37).reshape(2, 17)
+    positions = torch.cat([torch.arange(9), torch.arange(8)]).expand(2, -1)
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        alone = [original(document, use_cache=False).logits for document in ids.split([9, 8], 1)]
+        padding = torch.ones_like(ids).index_fill(1, torch.arange(4), 0)
+        found, wanted = (
+            own(input_ids=ids, attention_mask=padding, use_cache=False).logits for own in (model, original)
+        )
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[:, 4:], wanted[:, 4:], rtol=1e-4, atol=1e-5)
 
 
-def test_kernels_get_the_documents_that_a_padding_mask_hides():
+def test_kernels_get_the_documents_where_a_model_makes_a_padding_mask():
     assert check_architecture("biogpt", checks=["packed"])["packed"].result == "passed"

@@ -526,6 +526,29 @@ def test_inherit_method_raises(rewrite, patch, before, problem):
         rewrite(before, patch, **{"transformers.layers": LAYERS})
 
 
+def test_method_takes_any_keyword_argument(rewrite, patch):
+    source = """
+        class Mixer(Module):
+            def forward(self, x, mask=None):
+                return x
+    """
+    patch.take_keywords("Mixer.forward")
+    assert rewrite(source, patch) == lines(
+        """
+        class Mixer(Module):
+            # [PATCHED: let Mixer.forward take any keyword argument]
+            def forward(self, x, mask=None, **kwargs):
+                return x
+        """
+    )
+
+
+def test_method_that_takes_any_keyword_argument_already(rewrite, patch):
+    patch.take_keywords("Mixer.forward")
+    with pytest.raises(PatchError, match="takes any keyword argument already"):
+        rewrite("class Mixer:\n    def forward(self, **kwargs):\n        pass\n", patch)
+
+
 def test_undecorated_copy_of_a_function(rewrite, patch):
     source = """
         @replaced_by("another package")

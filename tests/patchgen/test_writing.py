@@ -33,6 +33,7 @@ def test_every_edit_is_written_with_its_options(patch):
     patch.slot_config(["A"], norm, depends=("f",))
     patch.set_attribute("A", "_opslot_x", (("a", 1),))
     patch.decorate("A.forward", "package", "decorator")
+    patch.take_keywords("A.forward")
     patch.replace_class("D", "class D:\n    pass\n", name_map={"E": "D"}, description="why")
     patch.replace_function("h", "def h(): ...")
     patch.override_method("A.m", "def m(self): ...")

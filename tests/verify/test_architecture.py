@@ -95,10 +95,10 @@ def test_difference_between_processes_is_named(processes, monkeypatch):
 def test_documents_that_see_each_other_are_named(monkeypatch):
     packed = architecture.packed_batches
 
-    def one_document(ids):
-        (whole,), alone = packed(ids)
+    def one_document(ids, rows):
+        (whole,), alone = packed(ids, rows)
         kept = {name: value for name, value in whole.items() if name in ("input_ids", "labels", "num_items_in_batch")}
-        return [{**kept, "position_ids": torch.arange(ids.shape[1])[None]}], alone
+        return [{**kept, "position_ids": torch.arange(ids.shape[1]).expand(rows, -1)}], alone
 
     monkeypatch.setattr(architecture, "packed_batches", one_document)
     found = check_architecture("llama", checks=["packed"])

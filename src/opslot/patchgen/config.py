@@ -22,6 +22,7 @@ from opslot.patchgen.edits import (
     SlotCalls,
     SlotLoss,
     SlotMethod,
+    TakeKeywords,
     UndecoratedCopy,
     rename,
 )
@@ -259,6 +260,10 @@ class PatchConfig(TextPrimitives):
     def decorate(self, target: str, module: str, decorator: str) -> None:
         """Put `decorator`, a function of `module`, above all decorators of a method."""
         self.edits.append(Decorate(target, module=module, decorator=decorator))
+
+    def take_keywords(self, target: str) -> None:
+        """Add `**kwargs` to the parameters of a method that has none."""
+        self.edits.append(TakeKeywords(target))
 
     def add_import(
         self, module: str, names: Iterable[str] = (), *, alias: str | None = None, is_from_import: bool | None = None

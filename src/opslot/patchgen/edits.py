@@ -242,6 +242,15 @@ class Decorate(Edit):
 
 
 @dataclass(frozen=True)
+class TakeKeywords(Edit):
+    """Let a method take any keyword argument, as `kwargs`."""
+
+    @property
+    def action(self) -> str:
+        return f"let {self.target} take any keyword argument"
+
+
+@dataclass(frozen=True)
 class ImportSpec:
     """An import statement to add: `from module import names`, or `import module [as alias]`."""
 

@@ -20,6 +20,7 @@ from opslot.patchgen.edits import (
     SlotCalls,
     SlotLoss,
     SlotMethod,
+    TakeKeywords,
     UndecoratedCopy,
 )
 from opslot.patchgen.exclusion import apply_exclude
@@ -27,7 +28,13 @@ from opslot.patchgen.inheritance import apply_inherit_method
 from opslot.patchgen.module_edits import finish_module
 from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.replacements import apply_external, apply_modify_init, apply_replacement, apply_undecorated_copy
-from opslot.patchgen.slotting import apply_decorate, apply_slot_calls, apply_slot_loss, apply_slot_method
+from opslot.patchgen.slotting import (
+    apply_decorate,
+    apply_slot_calls,
+    apply_slot_loss,
+    apply_slot_method,
+    apply_take_keywords,
+)
 from opslot.patchgen.source import Release
 
 
@@ -90,7 +97,7 @@ def _replaces(first: Edit, second: Edit) -> bool:
 
 
 # Edits that share their targets with others.
-_UNPLACED = (SlotCalls, ClassAttribute, ConfigSlot, Decorate)
+_UNPLACED = (SlotCalls, ClassAttribute, ConfigSlot, Decorate, TakeKeywords)
 
 
 @singledispatch
@@ -110,5 +117,6 @@ apply.register(ModifyInit)(apply_modify_init)
 apply.register(UndecoratedCopy)(apply_undecorated_copy)
 apply.register(Exclude)(apply_exclude)
 apply.register(Decorate)(apply_decorate)
+apply.register(TakeKeywords)(apply_take_keywords)
 apply.register(ClassAttribute)(lambda edit, document: document.set_attribute(edit))
 apply.register(ConfigSlot)(lambda edit, document: None)

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import lru_cache
 
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.edits import Anchored, ClassAttribute
+from opslot.patchgen.edits import Anchored, ClassAttribute, TakeKeywords
 from opslot.patchgen.forms import ModuleView, names_in
 from opslot.patchgen.source import nodes_below
 
@@ -160,9 +160,10 @@ def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> Non
     Instances of other classes that are called there get them if they take any keyword argument.
     """
     attributes = [e.attribute for e in patch.edits if isinstance(e, ClassAttribute) and e.target == owner]
+    own = [owner] if TakeKeywords(f"{owner}.forward") in patch.edits else []
     for method, call in callers_of(module, owner):
-        _pass_as_seq_idx(module, patch, method, call)
-        if (takers := _takers(module, method, call)) or _BY_DOCUMENT in attributes:
+        takers = _takers(module, method, call) + own
+        if not _pass_as_seq_idx(module, patch, method, call) and (takers or _BY_DOCUMENT in attributes):
             _pass(module, patch, method, call, takers)
         pass_documents_to(module, patch, method.partition(".")[0])
 
@@ -198,22 +199,22 @@ def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, t
     add_helpers(patch, _PASSED, _PASSED_TO)
 
 
-def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> None:
-    """Let a call that passes only its seq_idx pass the boundaries of documents as it."""
+def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> bool:
+    """Let a call that passes only its seq_idx pass the boundaries of documents as it, and return whether it does."""
     definition = module.upstream.find(method)
     assert isinstance(definition, ast.FunctionDef)
     passed = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "seq_idx"]
     if definition.args.kwarg is None or any(keyword.arg is None for keyword in call.keywords):
-        return
+        return False
     kwargs = definition.args.kwarg.arg
     text = f"{kwargs}.get('seq_idx')"
-    if passed != [text] or any(
-        isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits
-    ):
-        return
-    count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
-    patch.replace(method, text, f"_opslot_cu_seqlens({kwargs})", count=count)
-    add_helpers(patch)
+    if passed != [text]:
+        return False
+    if not any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits):
+        count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
+        patch.replace(method, text, f"_opslot_cu_seqlens({kwargs})", count=count)
+        add_helpers(patch)
+    return True
 
 
 def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:

@@ -9,7 +9,7 @@ import libcst as cst
 
 from opslot.patchgen.anchoring import Swaps, replace_match, rewrite
 from opslot.patchgen.document import Document
-from opslot.patchgen.edits import Decorate, Edit, SlotCalls, SlotLoss, SlotMethod
+from opslot.patchgen.edits import Decorate, Edit, SlotCalls, SlotLoss, SlotMethod, TakeKeywords
 from opslot.patchgen.fingerprint import fingerprint
 from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.fused_loss import UnknownLossError
@@ -151,6 +151,16 @@ def apply_decorate(edit: Decorate, document: Document) -> None:
     document.sign(edit, [new])
     document.put(edit.target, method.with_changes(decorators=[new, *method.decorators]))
     document.imports[edit.decorator] = f"from {edit.module} import {edit.decorator}"
+    document.note(edit.target, edit.summary)
+
+
+def apply_take_keywords(edit: TakeKeywords, document: Document) -> None:
+    method = document.get(edit.target, edit)
+    assert isinstance(method, cst.FunctionDef)
+    if method.params.star_kwarg is not None:
+        raise document.fail(edit, "it takes any keyword argument already", show=edit.target)
+    new = cst.Param(cst.Name("kwargs"))
+    document.put(edit.target, method.with_changes(params=method.params.with_changes(star_kwarg=new)))
     document.note(edit.target, edit.summary)
 
 

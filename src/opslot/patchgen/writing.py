@@ -19,6 +19,7 @@ from opslot.patchgen.edits import (
     SlotCalls,
     SlotLoss,
     SlotMethod,
+    TakeKeywords,
     UndecoratedCopy,
 )
 from opslot.patchgen.losses import classifier_form
@@ -83,6 +84,8 @@ def _method_call(edit: Edit) -> str:
             return _call("patch.exclude_from_output", *edit.whole)
         case Decorate():
             return _call("patch.decorate", edit.target, edit.module, edit.decorator)
+        case TakeKeywords():
+            return _call("patch.take_keywords", edit.target)
         case ClassAttribute():
             return _call("patch.set_attribute", edit.target, edit.attribute, edit.value)
         case Replacement() | ModifyInit():

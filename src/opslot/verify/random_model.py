@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,23 +97,33 @@ def whole_batch(ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids, "position_ids": positions, "num_items_in_batch": targets}
 
 
-def packed_batches(ids: Tensor) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Documents of `DOCUMENTS` tokens, packed in one sample, and each alone; with the labels of all in both losses."""
-    row = ids[:1]
-    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
-    labels = row.masked_fill(positions == 0, -100)
+def packed_batches(ids: Tensor, rows: int = 1) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Documents of `DOCUMENTS` tokens, packed in samples, and each alone; with the labels of all in both losses.
+
+    Args:
+        ids: input ids, [B, sum of DOCUMENTS].
+        rows: how many of them are packed, in one batch; the documents of every second one in reverse order.
+    """
+    ids = ids[:rows]
+    lengths = [DOCUMENTS if row % 2 == 0 else DOCUMENTS[::-1] for row in range(rows)]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    labels = ids.masked_fill(positions == 0, -100)
     targets = torch.tensor(int((labels != -100).sum()))
-    cu_seqlens = torch.tensor([0, *DOCUMENTS]).cumsum(0).to(torch.int32)
+    cu_seqlens = torch.tensor([0, *chain.from_iterable(lengths)]).cumsum(0).to(torch.int32)
     packed: dict[str, Any] = {
-        "input_ids": row,
+        "input_ids": ids,
         "position_ids": positions,
         "labels": labels,
         "num_items_in_batch": targets,
     }
     packed |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     packed |= {"max_length_q": max(DOCUMENTS), "max_length_k": max(DOCUMENTS)}
-    parts = zip(row.split(DOCUMENTS, 1), positions.split(DOCUMENTS, 1), labels.split(DOCUMENTS, 1))
-    alone = [{"input_ids": i, "position_ids": p, "labels": own, "num_items_in_batch": targets} for i, p, own in parts]
+    sizes = [*chain.from_iterable(lengths)]
+    parts = zip(*(x.flatten().split(sizes) for x in (ids, positions, labels)), strict=True)
+    alone = [
+        {"input_ids": i[None], "position_ids": p[None], "labels": own[None], "num_items_in_batch": targets}
+        for i, p, own in parts
+    ]
     return [packed], alone
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from opslot.models.discovery.sequences import calls_to_give_positions
+from opslot.models.discovery.sequences import calls_to_give_positions, methods_that_pad
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.source import nodes_below
@@ -57,10 +57,26 @@ def _define_globals(patch: PatchConfig, module: ModuleView) -> None:
 
 
 def _separate_documents(patch: PatchConfig, module: ModuleView) -> None:
-    """Let masks separate packed documents where upstream makes them without position_ids."""
+    """Let masks separate packed documents where upstream makes them without position_ids.
+
+    They are made with the padding mask that the method got, not with one of ones that it made.
+    """
+    pads = methods_that_pad(module)
     for method, calls in calls_to_give_positions(module).items():
+        made = pads.get(method, "")
         for text, count in calls.items():
-            patch.replace(method, text, f"{text.removesuffix(')')}, position_ids=position_ids)", count=count)
+            given = text.replace(f"attention_mask={made})", "attention_mask=_opslot_padding)") if made else text
+            given = given.replace(f"attention_mask={made},", "attention_mask=_opslot_padding,") if made else given
+            patch.replace(method, text, f"{given.removesuffix(')')}, position_ids=position_ids)", count=count)
+        if made:
+            patch.insert_before(method, _first_statement(module, method), f"_opslot_padding = {made}")
+
+
+def _first_statement(module: ModuleView, method: str) -> str:
+    """Source text of a method's first statement after its docstring."""
+    definition = module.upstream.find(method)
+    assert isinstance(definition, ast.FunctionDef)
+    return ast.unparse(definition.body[1 if ast.get_docstring(definition) else 0])
 
 
 def _select_frequencies_per_document(patch: PatchConfig, module: ModuleView) -> None:

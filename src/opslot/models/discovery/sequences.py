@@ -323,7 +323,7 @@ def masks_without_positions(module: ModuleView) -> str:
     given = {text for calls in calls_to_give_positions(module).values() for text in calls}
     if (
         _calls_without_positions(module) <= given
-        and not any(_pads_itself(module))
+        and methods_that_pad(module).keys() <= calls_to_give_positions(module).keys()
         and not any(_made_for_padding_only(module))
     ):
         return ""
@@ -345,8 +345,13 @@ def calls_to_give_positions(module: ModuleView) -> dict[str, Counter[str]]:
     return found
 
 
-def _pads_itself(module: ModuleView) -> Iterator[str]:
-    """The methods that make a padding mask of ones for a mask: with one, Transformers does not look at positions."""
+@lru_cache(maxsize=8)
+def methods_that_pad(module: ModuleView) -> dict[str, str]:
+    """The methods that make a padding mask of ones where they get none, and its name.
+
+    With one, Transformers does not look at positions.
+    """
+    found = {}
     for method, calls in module.callers(*_MASKS).items():
         definition = module.upstream.find(method)
         assigned = (
@@ -355,7 +360,8 @@ def _pads_itself(module: ModuleView) -> Iterator[str]:
         ones = _targets(node for node in assigned if ast.unparse(node.value).startswith("torch.ones("))
         given = {ast.unparse(k.value) for call in calls for k in call.keywords if k.arg == "attention_mask"}
         if ones & given:
-            yield method
+            found[method] = min(ones & given)
+    return found
 
 
 def _made_for_padding_only(module: ModuleView) -> Iterator[str]:

@@ -101,6 +101,9 @@ def cu_seqlens_in(kwargs: Mapping[str, Any]) -> Tensor | None:
     cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
     if cu_seqlens is not None or seq_idx is None:
         return cu_seqlens
+    # Where a module takes only seq_idx, its callers pass the boundaries as it (patchgen/packed_documents.py).
+    if seq_idx.dim() == 1:
+        return seq_idx
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx.diff(dim=1) != 0
     return torch.nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=seq_idx.numel())

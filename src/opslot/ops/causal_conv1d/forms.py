@@ -34,8 +34,13 @@ _OWN = {
     "self.act(self.conv1d($x)[..., :$n].transpose(1, 2))": ".transpose(1, 2)",
     "self.act(self.conv1d($x)[..., :$n])": "",
 }
+_OWN_VALUES = "$x, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation"
 _OWN_METHOD = "torch_forward"
 _FAST = "is_fast_path_available"
+# The same for mixers of Mamba-1, which convolve there both with a cache and without.
+_OWN_SLOW = "self.act(self.conv1d($x)[..., :$n])"
+_SLOW_METHOD = "slow_forward"
+_FAST_RETURN = "return self.cuda_kernels_forward(hidden_states, cache_params, attention_mask)"
 _SLOT = Slot(OP)
 # Functions of mamba_ssm that also convolve, called in training where that package is installed.
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined")
@@ -73,6 +78,10 @@ class Convolutions:
             if pattern is not None and module.count(f"{owner}.forward", _FAST) == 1:
                 matched.add(owner)
                 yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, pattern))
+        for owner, method in module.methods(_SLOW_METHOD):
+            if module.count(method, _OWN_SLOW) == 2 and module.count(f"{owner}.forward", _FAST_RETURN) == 1:
+                matched.add(owner)
+                yield Match(owner, OP, _SLOT.variant, partial(_write_own_slow, owner))
         yield from skip_callers(module, OP, f"(torch_)?causal_conv1d(_fn|_update)?|{_FUNCTION}", matched=matched)
 
 
@@ -109,10 +118,18 @@ def _write_optional(method: str, patch: PatchConfig) -> None:
 def _write_own(owner: str, pattern: str, patch: PatchConfig) -> None:
     """Without boundaries of documents, which do not reach the method."""
     bound = f"self.{_SLOT.attribute}"
-    values = "$x, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation"
-    template = f"{bound}({values}){_OWN[pattern]} if {bound} is not None else $match"
+    template = f"{bound}({_OWN_VALUES}){_OWN[pattern]} if {bound} is not None else $match"
     patch.replace(f"{owner}.{_OWN_METHOD}", pattern, template, slot=_SLOT)
     patch.replace(f"{owner}.forward", _FAST, f"{bound} is None and $match")
+    add_helpers(patch, _BY_DOCUMENT)
+
+
+def _write_own_slow(owner: str, patch: PatchConfig) -> None:
+    """Without boundaries of documents, which do not reach the method."""
+    bound = f"self.{_SLOT.attribute}"
+    template = f"{bound}({_OWN_VALUES}) if {bound} is not None else $match"
+    patch.replace(f"{owner}.{_SLOW_METHOD}", _OWN_SLOW, template, count=2, slot=_SLOT)
+    patch.replace(f"{owner}.forward", _FAST_RETURN, f"if {bound} is None:\n    $match")
     add_helpers(patch, _BY_DOCUMENT)
 
 

@@ -145,16 +145,26 @@ _MIXERS = {
     **dict.fromkeys(("0f84a1b4c2c2", "b1a0632f0765", "09bc1a0040f1"), _STEP_MINIMUM),
 }
 
+# Mixers of Mamba-1 before 5.15: their method for machines without mamba_ssm.
+_SLOW_MIXER = "slow_forward"
+# Fingerprints of that method in 5.9 and 5.13, and in 5.14.
+_SLOW_MIXERS = {
+    **dict.fromkeys(("e6c8f3dee5d8", "b3c8353f0034"), "jamba"),
+    **dict.fromkeys(("002d35b0e6bf", "c9187243ba1e"), "mamba"),
+    **dict.fromkeys(("3ec417d2e7bb", "6b841cc3e181"), "falcon_mamba"),
+}
+
+# {name} is what the functions are called; {method} computes everything in Transformers.
 _MIXER_HELPER = '''
-def _opslot_mamba2(mixer, hidden_states, cache_params, attention_mask, cu_seqlens):
+def _opslot_{name}(mixer, hidden_states, cache_params, attention_mask, cu_seqlens):
     """A mixer's output with the slot's scan, else Transformers', of each document alone if there are several."""
     has_state = cache_params is not None and cache_params.has_previous_state(mixer.layer_idx)
-    if mixer._opslot_mamba_chunk_scan is not None and not has_state:
-        return _opslot_mamba2_with_kernels(mixer, hidden_states, cache_params, attention_mask, cu_seqlens)
+    if mixer.{slot} is not None and not has_state:
+        return _opslot_{name}_with_kernels(mixer, hidden_states, cache_params, attention_mask, cu_seqlens)
     if cu_seqlens is None:
-        return mixer.torch_forward(hidden_states, cache_params, attention_mask)
+        return mixer.{method}(hidden_states, cache_params, attention_mask)
     documents = hidden_states.flatten(0, 1).split(cu_seqlens.diff().tolist())
-    outputs = [mixer.torch_forward(tokens[None], None, None)[0] for tokens in documents if len(tokens)]
+    outputs = [mixer.{method}(tokens[None], None, None)[0] for tokens in documents if len(tokens)]
     return torch.cat(outputs).unflatten(0, hidden_states.shape[:2])
 '''
 
@@ -195,6 +205,37 @@ def _opslot_mamba2_with_kernels({parameters}, cu_seqlens):
 {output}
 '''
 
+# {projections}, {filled}, {parts} and {output} are statements of Transformers' method; {step} is a time step before
+# softplus.
+_SLOW_MIXER_WITH_KERNELS = '''
+def _opslot_mamba1_with_kernels({parameters}, cu_seqlens):
+    """Transformers' {method} from an empty state, with the convolution and the scan of the slots."""
+{projections}
+    if cache_params is not None:
+{filled}
+    convolve = self._opslot_causal_conv1d
+    if convolve is not None:
+        hidden_states = convolve(
+            hidden_states, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation, cu_seqlens
+        )
+    else:
+        hidden_states = _opslot_conv_by_document(
+            lambda x, *_: self.act(self.conv1d(x)[..., : x.shape[-1]]), hidden_states, None, None, None, cu_seqlens
+        )
+{parts}
+    # The states of packed documents are not those of rows. A channel is a head of the slot's scan.
+    want_state = cache_params is not None and cu_seqlens is None
+    B, C = (tensor[:, :, None].to(hidden_states.dtype) for tensor in (B, C))
+    tokens, limit = hidden_states.transpose(1, 2)[..., None], (0.0, float("inf"))
+    scan = self._opslot_mamba_chunk_scan
+    found = scan(tokens, {step}, A, B, C, self.D, None, None, True, limit, want_state, cu_seqlens)
+    scan_output, ssm_state = found if want_state else (found, None)
+    if want_state:
+        cache_params.update_recurrent_state(ssm_state.squeeze(2), self.layer_idx)
+    scan_output = scan_output.squeeze(-1).transpose(1, 2) * self.act(gate)
+{output}
+'''
+
 # Forwards of lightning attention, in blocks, with a state that decays by a constant per head and token.
 _LIGHTNING = ("957c1875ec74", "20f4d40bc0a0", "307816f12796")
 _LIGHTNING_START = "batch_size, seq_len, hidden_size = hidden_states.shape"
@@ -229,7 +270,7 @@ class Scans:
                 if match := call_form(module, method, calls):
                     matched.add(match.symbol)
                     yield match
-        for match in _mixers(module):
+        for match in (*_mixers(module), *_slow_mixers(module)):
             matched.add(match.symbol)
             yield match
         yield from skip_callers(module, OP, _SCANS, matched=matched)
@@ -321,7 +362,8 @@ def _write_mixer(module: ModuleView, name: str, limit: str, patch: PatchConfig) 
     patch.replace(forward, "is_fast_path_available", f"{bound} is None and {documents} is None and $match")
     arguments = f"self, hidden_states, cache_params, attention_mask, {documents}"
     patch.replace(forward, _MIXER_CALL, f"_opslot_mamba2({arguments})", slot=_SLOT)
-    add_helpers(patch, _MIXER_HELPER, _with_kernels(module, method, limit))
+    helper = _MIXER_HELPER.format(name="mamba2", method=_MIXER, slot=_SLOT.attribute)
+    add_helpers(patch, helper, _with_kernels(module, method, limit))
     pass_documents_to(module, patch, name)
     pass_documents(module, patch)
     patch.depends_on(module.upstream.name, method)
@@ -348,7 +390,7 @@ def _with_kernels(module: ModuleView, method: str, limit: str) -> str:
         "state": [s for s in scan.orelse if isinstance(s, ast.If) and "ssm_state" in ast.unparse(s.test)],
         "output": body[scans + 1 :],
     }
-    texts = {key: textwrap.indent("\n".join(map(ast.unparse, found)), "    ") for key, found in statements.items()}
+    texts = {key: _text(found) for key, found in statements.items()}
     return _MIXER_WITH_KERNELS.format(
         parameters=", ".join(argument.arg for argument in definition.args.args),
         method=_MIXER,
@@ -356,6 +398,66 @@ def _with_kernels(module: ModuleView, method: str, limit: str) -> str:
         transposed=".transpose(1, 2)" if ".transpose(1, 2)" in ast.unparse(convolved.value) else "",
         limit=limit,
         **texts,
+    )
+
+
+def _text(statements: list[ast.stmt], indent: str = "    ") -> str:
+    return textwrap.indent("\n".join(map(ast.unparse, statements)), indent)
+
+
+def _slow_mixers(module: ModuleView) -> Iterator[Match]:
+    """Classes of Mamba-1 whose `slow_forward` computes everything; from a state it stays Transformers'."""
+    for name, method in module.methods(_SLOW_MIXER):
+        if module.fingerprint(method) in _SLOW_MIXERS and documents_reach(module, name):
+            yield Match(name, OP, _PER_CHANNEL.variant, partial(_write_slow_mixer, module, name))
+
+
+def _write_slow_mixer(module: ModuleView, name: str, patch: PatchConfig) -> None:
+    forward, method = f"{name}.forward", f"{name}.{_SLOW_MIXER}"
+    definition = module.upstream.find(forward)
+    assert isinstance(definition, ast.FunctionDef)
+    if definition.args.kwarg is None:
+        patch.take_keywords(forward)
+    bound, documents = f"self.{_PER_CHANNEL.attribute}", "_opslot_cu_seqlens(kwargs)"
+    arguments = "hidden_states, cache_params, attention_mask"
+    mixer = f"_opslot_mamba1(self, {arguments}, {documents})"
+    patch.replace(forward, f"self.{_SLOW_MIXER}({arguments})", mixer, slot=_PER_CHANNEL)
+    fast = f"if {bound} is None and {documents} is None:\n    $match"
+    patch.replace(forward, f"return self.cuda_kernels_forward({arguments})", fast)
+    helper = _MIXER_HELPER.format(name="mamba1", method=_SLOW_MIXER, slot=_PER_CHANNEL.attribute)
+    add_helpers(patch, helper, _slow_mixer_with_kernels(module, method))
+    pass_documents_to(module, patch, name)
+    pass_documents(module, patch)
+    patch.depends_on(module.upstream.name, method)
+
+
+def _slow_mixer_with_kernels(module: ModuleView, method: str) -> str:
+    """Source text of a function with the statements of a Mamba-1 mixer's method, but for convolution and scan."""
+    definition = module.upstream.find(method)
+    assert isinstance(definition, ast.FunctionDef)
+    body, texts = definition.body, [ast.unparse(statement) for statement in definition.body]
+    starts, convolves, discretizes = (
+        next(i for i, text in enumerate(texts) if isinstance(body[i], kind) and found in text)
+        for kind, found in ((ast.If, "ssm_state"), (ast.If, "self.conv1d("), (ast.Assign, "discrete_A = "))
+    )
+    softplus, activated = next((i, s) for i, s in enumerate(body) if "softplus(" in texts[i])
+    assert isinstance(activated, ast.Assign)
+    pads = [
+        branch
+        for node in ast.walk(body[convolves])
+        if isinstance(node, ast.If)
+        for branch in (node.body, node.orelse)
+        if any(isinstance(s, ast.Assign) and "nn.functional.pad(" in ast.unparse(s) for s in branch)
+    ]
+    steps = body[convolves + 1 : softplus] + body[softplus + 1 : discretizes]
+    return _SLOW_MIXER_WITH_KERNELS.format(
+        parameters=", ".join(argument.arg for argument in definition.args.args),
+        method=_SLOW_MIXER,
+        projections=_text(body[:starts]),
+        filled=_text([s for s in pads[0] if "self.conv1d(" not in ast.unparse(s)], " " * 8),
+        parts=_text(steps),
+        step=ast.unparse(activated.targets[0]),
+        output=_text(body[-2:]),
     )
 
 
