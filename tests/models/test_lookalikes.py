@@ -26,7 +26,7 @@ def test_decoders_built_like_llama(arch):
         ("olmo2", "Olmo2RMSNorm", "rms_norm/cast_after_weight"),
         ("chameleon", "ChameleonForConditionalGeneration", None),
         ("glm", "GlmMLP", "swiglu_mlp/fused_gate_up"),
-        ("cohere", "CohereLayerNorm", None),
+        ("cohere", "CohereLayerNorm", "layer_norm/standard"),
     ],
     ids=["weight plus one", "weight in fp32", "masked logits", "fused gate and up", "layer norm"],
 )
