@@ -155,7 +155,7 @@ _ARCH_OF_MODEL = {
 }
 # Columns of the table of architectures, and the ops in each.
 _PARTS = {
-    "norm": ("rms_norm",),
+    "norm": ("rms_norm", "layer_norm"),
     "rotary": ("rotary_pos_emb",),
     "MLP": ("swiglu_mlp",),
     "attention": ("attention",),

@@ -33,7 +33,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "rms_norm": {
         "returns 1 / rms(x)": ("HYV4UnweightedRMSNorm",),
-        "subtracts the mean (a layer norm)": ("Cohere*LayerNorm",),
         "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),
     },
     "rotary_pos_emb": {
