@@ -77,7 +77,7 @@ def test_tune_measures_a_model_and_auto_uses_the_profile(moe_config_folder, tmp_
         (["--model", "{folder}", "--image-size", "64"], "found: model_type 'qwen3_moe'"),
         (["--model", "{folder}", "--image-size", "64", "--curve", "4"], "so it takes no --image-size"),
         (["--model", "{folder}", "--audio-seconds", "1"], "--audio-seconds requires models that take audio as mel"),
-        (["--tune"], "OPSLOT_PROFILE=off: there is no profile to write"),
+        (["--tune"], "OPSLOT_PROFILE=off: no profile can be written"),
         (["--model", "{folder}", "--curve", "2"], "at least 4 steps"),
         (["--model", "{folder}", "--curve", "4", "--steps-only", "--steps", "0"], "vocab_size is 64"),
     ],

@@ -255,5 +255,5 @@ def test_changed_eval_fraction_raises_on_resume():
 
 
 def test_shards_without_documents_raise():
-    with pytest.raises(DataError, match="there is no document to train on"):
+    with pytest.raises(DataError, match="no documents to train on"):
         PackedDataset(Corpus([[], []]), 8).tokens(0)

@@ -192,7 +192,7 @@ class PackedDataset(Dataset):
                 self._extend(epoch)
             if not epoch.samples or epoch.samples[-1] == 0:
                 raise DataError(
-                    "there is no document to train on, or to evaluate with",
+                    "no documents to train on, or to evaluate with",
                     hint="give more data, or a smaller data.eval_fraction",
                 )
             self._samples_per_epoch = epoch.samples[-1]

@@ -285,7 +285,7 @@ def auto_class_name(config: PreTrainedConfig, *, masked: bool = False) -> str:
     """The class that Transformers' Auto classes take for a language model: with vision or audio where the config has.
 
     Args:
-        masked: also a masked language model, where there is no other.
+        masked: also a masked language model, if the config has no other class.
 
     Raises:
         ConfigError: there is none.

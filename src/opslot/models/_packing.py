@@ -9,10 +9,8 @@ import torch
 
 from opslot._base.errors import ConfigError
 from opslot.models._apply import apply, has_generated_classes
+from opslot.models.discovery.engine import RECURRENCES
 from opslot.slots.protocol import keeps_sequences, modules_by_document, walk_slots, why_by_document
-
-# Ops that mix the tokens of a sequence. Their slots pass the boundaries of documents, which the original code may not.
-_RECURRENCES = {"causal_conv1d", "chunk_gated_delta_rule", "mamba_chunk_scan"}
 
 
 def packing_problem(model: Any) -> str | None:
@@ -32,6 +30,6 @@ def packing_problem(model: Any) -> str | None:
     for _, module in modules_by_document(probe):
         return why_by_document(module)
     for slot in walk_slots(probe):
-        if slot.op_name in _RECURRENCES:
+        if slot.op_name in RECURRENCES:
             return f"{type(slot.module).__name__} carries state from one document to the next"
     return keeps_sequences(probe)

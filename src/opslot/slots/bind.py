@@ -127,7 +127,9 @@ def _put(model: Any, binding: Binding, placed: list[_Placed]) -> None:
         set_wrappers(module, slot.key, slot.wrappers)
         if slot.slot:
             set_kernel(module, slot.slot, kernel)
-            attach.setdefault(slot.resolution.op_name, _Placed(model, slot, kernel))
+            # Ops selected per module attach to those without slots alone.
+            if not KERNEL_REGISTRY.op(slot.resolution.op_name).per_module:
+                attach.setdefault(slot.resolution.op_name, _Placed(model, slot, kernel))
     for module, slot, kernel in (*attach.values(), *(place for place in placed if not place.slot.slot)):
         op = KERNEL_REGISTRY.op(slot.resolution.op_name)
         if op.attach is not None:

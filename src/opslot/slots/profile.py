@@ -197,7 +197,7 @@ def write_profile(timings: Iterable[Timing], device: DeviceFacts) -> Path:
     """
     path = profile_path()
     if path is None:
-        raise ConfigError(f"{VARIABLE}=off: there is no profile to write", hint="unset it, or name a file")
+        raise ConfigError(f"{VARIABLE}=off: no profile can be written", hint="unset it, or name a file")
     here = machine_of(device)
     kept: dict[_Key, Timing] = {}
     others = []

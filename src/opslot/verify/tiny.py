@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import transformers
-
 from opslot._base.errors import ConfigError
 from opslot.models._build import auto_class_name
-from opslot.patchgen.releases import version_key
+from opslot.patchgen.releases import installed_release, version_key
 from opslot.verify.tiny_sizes import (
     HEADS,
     IMAGE,
@@ -146,7 +144,7 @@ def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool) -> 
     values |= _rotary_sections(given, values)
     values |= {name: _inner_layers(given[name]) for name in given if name.startswith("vision_feature_layer")}
     overrides = OVERRIDES.get(default.model_type, {})
-    if version_key(transformers.__version__) < (5, 15):
+    if version_key(installed_release().version) < (5, 15):
         overrides = {**overrides, **ONE_CHUNK_BEFORE_5_15.get(default.model_type, {})}
     if given.get("is_encoder_decoder"):
         # Not a field of each config class, although the loss needs it.

@@ -20,7 +20,7 @@ from opslot.patchgen.source import Release, installed_release, modeling_module
 from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, SKIPPED
 
 # Ops whose kernels take the boundaries of documents. A class whose recurrence has no slot is skipped by one of them.
-_RECURRENCES = {"causal_conv1d", "chunk_gated_delta_rule", "mamba_chunk_scan"}
+RECURRENCES = {"causal_conv1d", "chunk_gated_delta_rule", "mamba_chunk_scan"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
     for block in dict.fromkeys(fact.final_block for fact in facts if fact.final_block):
         patch.add_final_block(block)
     mixing = [fact for fact in facts if fact.attribute == KEEPS_SEQUENCES]
-    with_slots = [fact for fact in mixing if _has_only_slots(_RECURRENCES, fact.name, matches, skips)]
+    with_slots = [fact for fact in mixing if _has_only_slots(RECURRENCES, fact.name, matches, skips)]
     keeping = [fact.name for fact in mixing if fact not in with_slots]
     alone = run_by_document(module, patch, keeping)
     for fact in facts:

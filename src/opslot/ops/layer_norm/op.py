@@ -58,8 +58,8 @@ def _forward(module: Any, kernel: Callable[..., Tensor], input: Tensor) -> Tenso
 
 
 def _attach(module: nn.Module, slot: Any, kernel: Callable[..., Tensor] | None) -> None:
-    """Replace the forward of an instance of torch's class; of models with slots nothing."""
-    if kernel is not None and _applies_to(module, None) is not None:
+    """Replace the forward of the instance."""
+    if kernel is not None:
         module.__dict__["forward"] = functools.partial(_forward, module, kernel)
 
 

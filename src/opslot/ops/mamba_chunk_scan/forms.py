@@ -149,9 +149,9 @@ _MIXERS = {
 _SLOW_MIXER = "slow_forward"
 # Fingerprints of that method in 5.9 and 5.13, and in 5.14.
 _SLOW_MIXERS = {
-    **dict.fromkeys(("e6c8f3dee5d8", "b3c8353f0034"), "jamba"),
-    **dict.fromkeys(("002d35b0e6bf", "c9187243ba1e"), "mamba"),
-    **dict.fromkeys(("3ec417d2e7bb", "6b841cc3e181"), "falcon_mamba"),
+    *("e6c8f3dee5d8", "b3c8353f0034"),  # jamba
+    *("002d35b0e6bf", "c9187243ba1e"),  # mamba
+    *("3ec417d2e7bb", "6b841cc3e181"),  # falcon_mamba
 }
 
 # {name} is what the functions are called; {method} computes everything in Transformers.
@@ -168,12 +168,8 @@ def _opslot_{name}(mixer, hidden_states, cache_params, attention_mask, cu_seqlen
     return torch.cat(outputs).unflatten(0, hidden_states.shape[:2])
 '''
 
-# {projections}, {before}, {parts}, {state} and {output} are statements of Transformers' method.
-_MIXER_WITH_KERNELS = '''
-def _opslot_mamba2_with_kernels({parameters}, cu_seqlens):
-    """Transformers' {method} from an empty state, with the convolution and the scan of the slots."""
-{projections}
-{before}
+# {x} is what is convolved, [B, C, S].
+_CONVOLVED = """
     kernel = self._opslot_causal_conv1d
     if kernel is not None:
         {x} = kernel({x}, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation, cu_seqlens)
@@ -181,6 +177,15 @@ def _opslot_mamba2_with_kernels({parameters}, cu_seqlens):
         {x} = _opslot_conv_by_document(
             lambda x, *_: self.act(self.conv1d(x)[..., : x.shape[-1]]), {x}, None, None, None, cu_seqlens
         )
+""".strip("\n")
+
+# {projections}, {before}, {parts}, {state} and {output} are statements of Transformers' method.
+_MIXER_WITH_KERNELS = '''
+def _opslot_mamba2_with_kernels({parameters}, cu_seqlens):
+    """Transformers' {method} from an empty state, with the convolution and the scan of the slots."""
+{projections}
+{before}
+{convolved}
     {x} = {x}{transposed}
 {parts}
     # The states of packed documents are not those of rows.
@@ -213,15 +218,7 @@ def _opslot_mamba1_with_kernels({parameters}, cu_seqlens):
 {projections}
     if cache_params is not None:
 {filled}
-    convolve = self._opslot_causal_conv1d
-    if convolve is not None:
-        hidden_states = convolve(
-            hidden_states, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation, cu_seqlens
-        )
-    else:
-        hidden_states = _opslot_conv_by_document(
-            lambda x, *_: self.act(self.conv1d(x)[..., : x.shape[-1]]), hidden_states, None, None, None, cu_seqlens
-        )
+{convolved}
 {parts}
     # The states of packed documents are not those of rows. A channel is a head of the slot's scan.
     want_state = cache_params is not None and cu_seqlens is None
@@ -391,10 +388,12 @@ def _with_kernels(module: ModuleView, method: str, limit: str) -> str:
         "output": body[scans + 1 :],
     }
     texts = {key: _text(found) for key, found in statements.items()}
+    x = ast.unparse(convolved.targets[0])
     return _MIXER_WITH_KERNELS.format(
         parameters=", ".join(argument.arg for argument in definition.args.args),
         method=_MIXER,
-        x=ast.unparse(convolved.targets[0]),
+        convolved=_CONVOLVED.format(x=x),
+        x=x,
         transposed=".transpose(1, 2)" if ".transpose(1, 2)" in ast.unparse(convolved.value) else "",
         limit=limit,
         **texts,
@@ -454,6 +453,7 @@ def _slow_mixer_with_kernels(module: ModuleView, method: str) -> str:
         parameters=", ".join(argument.arg for argument in definition.args.args),
         method=_SLOW_MIXER,
         projections=_text(body[:starts]),
+        convolved=_CONVOLVED.format(x="hidden_states"),
         filled=_text([s for s in pads[0] if "self.conv1d(" not in ast.unparse(s)], " " * 8),
         parts=_text(steps),
         step=ast.unparse(activated.targets[0]),
