@@ -277,7 +277,7 @@ def test_packed_documents_equal_documents_alone():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 def test_no_copies_at_the_width_of_moonlight_on_a_gpu():
-    """Only the compressed keys and values are still concatenated, in backward."""
+    """Only the rotary frequencies and, in backward, the compressed keys and values are still concatenated."""
     if DEVICE != "cuda":
         pytest.skip("requires a GPU")
     torch.manual_seed(0)
@@ -298,14 +298,14 @@ def test_no_copies_at_the_width_of_moonlight_on_a_gpu():
     opslot.apply(original, {"expand_kv_implementation": "eager", "rotary_pos_emb_implementation": "eager"})
     assert opslot.explain(model).chosen("expand_kv") == ("triton",)
     ids = torch.randint(3, 48, (2, 2048), device=DEVICE)
-    (loss, found), (expected, wanted) = (step(each, input_ids=ids) for each in (model, original))
+    (loss, found), (expected, wanted) = (step(each, input_ids=ids, use_cache=False) for each in (model, original))
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
     for name, gradient in found.items():
         assert (gradient - wanted[name]).float().norm() <= 0.02 * wanted[name].float().norm() + 1e-6, name
     counts = []
     for each in (model, original):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step(each, input_ids=ids)
+            step(each, input_ids=ids, use_cache=False)
             torch.cuda.synchronize()
         counts.append(sum(event.count for event in profile.key_averages() if "CatArrayBatchedCopy" in event.key))
-    assert counts[0] <= 1 < counts[1]
+    assert counts[0] <= 2 < counts[1]
