@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from opslot import KERNEL_REGISTRY
+from opslot._base import kernel_launch
 from opslot._base.errors import KernelError
 from opslot._base.kernel_launch import KernelLauncher
 
@@ -23,17 +24,22 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, log):
         self.log = log
 
-    def __getitem__(self, grid):
-        return lambda *arguments: self.log.append((grid, *arguments))
+    def run(self, x, y, z, stream, function, metadata, *arguments):
+        assert (stream, function, metadata) == ("stream -1", "function", "metadata")
+        assert arguments[:3] == (None, None, None), "launch metadata and hooks"
+        self.log.append(((x, y, z), *arguments[3:]))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(kernel_launch, "_current_device", lambda: -1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: f"stream {index}", raising=False)
     return Kernel()
 
 
@@ -47,6 +53,21 @@ def test_second_launch_is_direct_with_addresses(kernel):
         launch(GRID, (x, None, y), (16,), (7, 0.5), (True, 64), 4)
     assert kernel.slow == [(GRID, x, None, y, 16, 7, 0.5, True, 64)]
     assert kernel.direct == [(GRID, x.data_ptr(), None, y.data_ptr(), 16, 7, 0.5, True, 64)] * 2
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_launches_go_through_triton_while_it_has_hooks(kernel, name):
+    triton = pytest.importorskip("triton")
+    launch, x = KernelLauncher(kernel), torch.zeros(16)
+    hooks, hook = getattr(triton.knobs.runtime, name), print
+    launch(GRID, (x,), (16,), (), (1,), 4)
+    hooks.add(hook)
+    try:
+        launch(GRID, (x,), (16,), (), (1,), 4)
+    finally:
+        hooks.remove(hook)
+    launch(GRID, (x,), (16,), (), (1,), 4)
+    assert (len(kernel.slow), len(kernel.direct)) == (2, 1)
 
 
 def test_tuple_of_tensors_is_passed_as_addresses(kernel):
@@ -102,12 +123,12 @@ def test_launch_on_another_device_enters_it(kernel, monkeypatch):
 
         def __enter__(self):
             entered.append(self.index)
-            monkeypatch.setattr(torch.cuda, "current_device", lambda: self.index)
+            monkeypatch.setattr(kernel_launch, "_current_device", lambda: self.index)
 
         def __exit__(self, *error):
             pass
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(kernel_launch, "_current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
     KernelLauncher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
@@ -129,7 +150,7 @@ def test_interpreted_launch_with_a_number_of_warps_that_gpus_reject_raises(kerne
 
 
 def test_tensors_without_gpu_raise(kernel, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernel_launch, "_current_device", lambda: 0)
     with pytest.raises(KernelError, match="pointer 0: it is on cpu, not a GPU"):
         KernelLauncher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
 

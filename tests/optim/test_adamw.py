@@ -1,6 +1,7 @@
 """The optimizer with the kernel: the same state and results as torch, for all tensors."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ pytest.importorskip("triton")
 
 @pytest.fixture
 def optimizer_class(monkeypatch):
-    """The class with every tensor treated as large and on a GPU, so that the interpreter runs the kernel."""
+    """The class with larger tensors treated as on a GPU, so that the interpreter runs the kernel."""
     from opslot.optim import triton as module
 
-    monkeypatch.setattr(module, "_served", lambda param: param.numel() > 4)
+    monkeypatch.setattr(module, "_on_gpu", lambda param: param.numel() > 4)
     return module.AdamW
 
 
@@ -53,6 +54,42 @@ def test_state_dicts_are_interchangeable_with_torch(optimizer_class):
     train(other, copied, 3, seed=2)
     for a, b in zip(params, copied, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_dtypes_and_sizes_of_one_step_equal_torch(optimizer_class):
+    """One launch has tensors of one dtype; sizes are below, at and above what one CTA updates."""
+    shapes = (3, 16, 2048, 8192, 8193, 40_000)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(n, generator=generator).to(dtype) for dtype in dtypes for n in shapes]
+    results = []
+    for kind in (optimizer_class, functools.partial(torch.optim.AdamW, fused=True)):
+        params = [torch.nn.Parameter(value.clone()) for value in values]
+        groups = [{"params": params[::2], "lr": 1e-2}, {"params": params[1::2], "lr": 1e-3, "weight_decay": 0.5}]
+        optimizer = kind(groups, betas=(0.9, 0.95))
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            optimizer.step()
+            optimizer = copy.copy(optimizer)
+        results.append(params)
+    for a, b in zip(*results, strict=True):
+        tolerance = {"rtol": 2**-7, "atol": 1e-3} if a.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(a, b, **(tolerance if a.dtype != torch.float64 else {"rtol": 1e-12, "atol": 0.0}))
+
+
+def test_state_with_gaps_raises_before_it_is_changed(optimizer_class):
+    param = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = optimizer_class([param], lr=1e-2)
+    train(optimizer, [param], 1)
+    state = optimizer.state[param]
+    state["exp_avg"] = torch.zeros(6, 8)[:, ::2]
+    before = param.detach().clone()
+    with pytest.raises(KernelError, match="exp_avg is not"):
+        train(optimizer, [param], 1)
+    assert torch.equal(param, before)
+    assert state["step"] == 1
 
 
 def test_gradients_are_kept_and_missing_ones_skipped(optimizer_class):

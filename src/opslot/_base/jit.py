@@ -11,6 +11,12 @@ from opslot._base.device import triton_interpreted
 _INTERPRETED = tl.constexpr(triton_interpreted())
 
 
+def has_launch_hooks() -> bool:
+    """Whether a profiler (Proton) has hooks on the launches of Triton's kernels."""
+    runtime = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
 @triton.jit
 def dot(a, b, acc):
     """acc + a b in float32; operands of float32 are not rounded to TF32."""

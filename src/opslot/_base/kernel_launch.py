@@ -41,12 +41,16 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+# Without `torch.cuda.current_device`'s check that CUDA is initialized, which a tensor on a GPU shows.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 class KernelLauncher:
     """Launches a Triton kernel, and reuses the compiled kernel without Triton's lookup.
 
-    `kernel[grid](...)` looks up the compiled kernel on every call, which takes 20 us on the host of an H200; launching
-    the compiled kernel takes 8 us, and RMSNorm at [16384, 2048] is bound by this. Compiled kernels are cached by
-    device, dtypes and constants if all pointers and strides are divisible by 16. Other calls go through Triton.
+    `kernel[grid](...)` looks up the compiled kernel on every call, which takes 20 us on the host of an H200; steps of
+    small models are bound by this. Compiled kernels are cached by device, dtypes and constants if all pointers and
+    strides are divisible by 16. Other calls go through Triton, and so do all while a profiler has hooks on launches.
 
     The kernel's parameters are in this order: pointers, strides, scalars that are not specialized on, constants.
     """
@@ -57,6 +61,10 @@ class KernelLauncher:
         self._options = {} if max_registers is None or torch.version.hip else {"maxnreg": max_registers}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._direct = not triton_interpreted()
+        if self._direct:
+            from opslot._base.jit import has_launch_hooks
+
+            self._has_hooks = has_launch_hooks
 
     def __call__(
         self,
@@ -85,7 +93,7 @@ class KernelLauncher:
             return
         first = tensors[0]
         index = (first[0] if isinstance(first, tuple) else first).get_device()  # type: ignore[union-attr]
-        if index != torch.cuda.current_device():
+        if index != _current_device():
             if index < 0:
                 self._reject_devices(tensors)
             with torch.cuda.device(index):
@@ -96,10 +104,11 @@ class KernelLauncher:
             sizes |= stride
         bits = sizes
         addresses: list[int | tuple[int, ...] | None] = []
-        key: list[Any] = [index, warps, *constants]
+        dtypes: list[torch.dtype | None] = []
         for tensor in tensors:
             if tensor is None:
                 addresses.append(None)
+                dtypes.append(None)
                 continue
             if isinstance(tensor, tuple):
                 several = tuple([one.data_ptr() for one in tensor])
@@ -110,25 +119,36 @@ class KernelLauncher:
                 address = tensor.data_ptr()
                 bits |= address
                 addresses.append(address)
-            key.append(tensor.dtype)
+            dtypes.append(tensor.dtype)
             if tensor.get_device() != index:
                 self._reject_devices(tensors)
         for scalar in scalars:
             if type(scalar) is int:
                 sizes |= scalar
         # Triton specializes on divisibility by 16, and passes integers of 2^31 and above as 64 bits.
-        if bits & 15 or sizes >> 31:
-            self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps, **self._options)
+        compiled = key = None
+        if not (bits & 15 or sizes >> 31):
+            key = (index, warps, constants, *dtypes)
+            compiled = self._compiled.get(key)
+        if compiled is None or self._has_hooks():
+            found = self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps, **self._options)
+            if key is not None:
+                self._compiled[key] = found
             return
-        form = tuple(key)
-        compiled = self._compiled.get(form)
-        if compiled is None:
-            self._compiled[form] = self._kernel[grid](
-                *tensors, *strides, *scalars, *constants, num_warps=warps, **self._options
-            )
-        else:
-            # Pass addresses: for each tensor, Triton would query the CUDA driver about its memory.
-            compiled[grid](*addresses, *strides, *scalars, *constants)
+        # Addresses: for each tensor, Triton would query the CUDA driver about its memory. No metadata and hooks.
+        compiled.run(
+            *grid,
+            torch._C._cuda_getCurrentRawStream(index),
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *addresses,
+            *strides,
+            *scalars,
+            *constants,
+        )
 
     def _reject_devices(self, tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> NoReturn:
         """Raise for the first tensor that is not on the device of tensor 0, or for tensor 0 if it is not on a GPU."""

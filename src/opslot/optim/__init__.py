@@ -19,6 +19,6 @@ KERNEL_REGISTRY.register(
         priority={(9, 0): 80},
         portable=True,
         interpretable=True,
-        description="in-place Triton kernel, one launch per large tensor",
+        description="in-place Triton kernel, one launch for the tensors of a parameter group",
     )
 )

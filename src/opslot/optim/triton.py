@@ -1,12 +1,16 @@
-"""AdamW in Triton: one launch per tensor, in place, bound by memory bandwidth.
+"""AdamW in Triton: one launch for many tensors, in place, bound by memory bandwidth.
 
 torch's fused AdamW reaches half of an H200's bandwidth on large tensors (2.2 of 4.3 TB/s); a plain elementwise kernel
-with 16-byte accesses reaches more. Small tensors are left to torch, which updates many of them in one launch.
+with 16-byte accesses reaches more. It reads the addresses of the tensors from a table on the device.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,14 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.errors import KernelError
+from opslot._base.jit import downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.distributed.dtensors import local_tensor
 from opslot.optim.partial_adamw import PartialAdamW
 
 _BLOCK = 2048
+# Blocks of one CTA.
+_BLOCKS = 4
+_CHUNK = _BLOCK * _BLOCKS
 _WARPS = 8
-# Below this size a separate launch costs more than it saves.
-_LARGE = 2**20
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -33,17 +40,15 @@ def _one_minus_exp(x):
     return tl.where(x > -0.25, near, 1.0 - tl.exp(x))
 
 
-_SCALARS = ["units", "lr", "beta2", "rest1", "rest2", "log_beta1", "log_beta2", "eps", "weight_decay"]
+# Columns of the table: addresses, then units of a tensor and the number of the first CTA that updates it.
+_COLUMNS = tl.constexpr(7)
+_SCALARS = ["lr", "beta2", "rest1", "rest2", "log_beta1", "log_beta2", "eps", "weight_decay"]
 
 
 @triton.jit(do_not_specialize=_SCALARS)
 def _adamw_kernel(
-    param_ptr,
-    grad_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    step_ptr,
-    units,
+    table_ptr,
+    owner_ptr,
     lr,
     beta2,
     rest1,
@@ -52,30 +57,89 @@ def _adamw_kernel(
     log_beta2,
     eps,
     weight_decay,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    # A multiple of UNIT, so that masked accesses have 16 bytes.
-    count = units.to(tl.int64) * UNIT
-    step = tl.load(step_ptr).to(tl.float32)
+    table_ptr += tl.load(owner_ptr + tl.program_id(0)).to(tl.int64) * _COLUMNS
+    # Addresses and counts are multiples of UNIT elements, so that masked accesses have 16 bytes.
+    param_ptr = tl.multiple_of(tl.load(table_ptr).to(tl.pointer_type(PARAM)), UNIT)
+    grad_ptr = tl.multiple_of(tl.load(table_ptr + 1).to(tl.pointer_type(GRAD)), UNIT)
+    exp_avg_ptr = tl.multiple_of(tl.load(table_ptr + 2).to(tl.pointer_type(EXP_AVG)), UNIT)
+    exp_avg_sq_ptr = tl.multiple_of(tl.load(table_ptr + 3).to(tl.pointer_type(EXP_AVG_SQ)), UNIT)
+    step = tl.load(tl.load(table_ptr + 4).to(tl.pointer_type(tl.float32)))
+    count = tl.load(table_ptr + 5) * UNIT
+    first = (tl.program_id(0) - tl.load(table_ptr + 6)) * (BLOCK * BLOCKS)
     correction1 = _one_minus_exp(step * log_beta1)
     correction2 = _one_minus_exp(step * log_beta2)
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < count
-    param = tl.load(param_ptr + index, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
-    exp_avg = tl.load(exp_avg_ptr + index, mask=mask, other=0.0).to(tl.float32)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + index, mask=mask, other=0.0).to(tl.float32)
-    exp_avg += (grad - exp_avg) * rest1
-    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rest2
-    denominator = tl.sqrt(exp_avg_sq / correction2) + eps
-    param = param * (1.0 - lr * weight_decay) - lr * (exp_avg / correction1) / denominator
-    tl.store(param_ptr + index, param.to(param_ptr.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_ptr + index, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_sq_ptr + index, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
+    for block in tl.static_range(BLOCKS):
+        index = first + block * BLOCK + tl.arange(0, BLOCK)
+        mask = index < count
+        param = tl.load(param_ptr + index, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
+        exp_avg = tl.load(exp_avg_ptr + index, mask=mask, other=0.0).to(tl.float32)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + index, mask=mask, other=0.0).to(tl.float32)
+        exp_avg += (grad - exp_avg) * rest1
+        exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rest2
+        denominator = tl.sqrt(exp_avg_sq / correction2) + eps
+        param = param * (1.0 - lr * weight_decay) - lr * (exp_avg / correction1) / denominator
+        tl.store(param_ptr + index, downcast(param, PARAM), mask=mask)
+        tl.store(exp_avg_ptr + index, downcast(exp_avg, EXP_AVG), mask=mask)
+        tl.store(exp_avg_sq_ptr + index, downcast(exp_avg_sq, EXP_AVG_SQ), mask=mask)
 
 
 _launch = KernelLauncher(_adamw_kernel)
+
+
+class _Updates:
+    """Launches of the kernel, with the tables of the last ones: from step to step addresses are mostly the same."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Any, tuple[list[tuple[int, ...]], Tensor, Tensor]] = {}
+
+    def run(
+        self,
+        tensors: Iterable[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        group: int = 0,
+    ) -> None:
+        """Update each (param, grad, exp_avg, exp_avg_sq, step), on one device; `group` tells calls of a step apart."""
+        # rest1 and rest2 are computed in double: in float32, 1 - 0.999 has an error of 1e-5.
+        scalars = (lr, beta2, 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), eps, weight_decay)
+        rows: dict[Any, list[tuple[int, ...]]] = {}
+        for param, grad, exp_avg, exp_avg_sq, step in tensors:
+            count = param.numel()
+            addresses = (param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
+            unit = 1 if functools.reduce(operator.or_, addresses, count) % 16 else 16
+            form = (param.device, unit, param.dtype, grad.dtype, exp_avg.dtype, exp_avg_sq.dtype)
+            rows.setdefault(form, []).append((*addresses, step.data_ptr(), count // unit, cdiv(count, _CHUNK)))
+        for (device, unit, *dtypes), found in rows.items():
+            key = (group, device, unit, *dtypes)
+            known = self._tables.get(key)
+            if known is None or known[0] != found:
+                known = self._tables[key] = (found, *_tables(found, device))
+            _, table, owner = known
+            constants = (*[_DTYPES[dtype] for dtype in dtypes], unit, _BLOCK, _BLOCKS)
+            _launch((owner.numel(), 1, 1), (table, owner), (), scalars, constants, _WARPS)
+
+
+def _tables(rows: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The kernel's table, and for each CTA the row of its tensor; `rows` end with numbers of CTAs."""
+    programs = [row[-1] for row in rows]
+    starts = itertools.accumulate(programs[:-1], initial=0)
+    table = torch.tensor([(*row[:-1], start) for row, start in zip(rows, starts)], dtype=torch.int64)
+    owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(programs))
+    if device.type == "cuda":
+        table, owner = table.pin_memory(), owner.pin_memory()
+    return table.to(device, non_blocking=True), owner.to(device, non_blocking=True)
 
 
 def adamw(
@@ -91,27 +155,21 @@ def adamw(
     weight_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contract: see `op.reference`; contiguous tensors, updated in place."""
-    for name, tensor in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+    _require_contiguous(param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    if param.numel():
+        tensors = (param, grad.contiguous(), exp_avg, exp_avg_sq, step)
+        _Updates().run([tensors], lr, beta1, beta2, eps, weight_decay)
+    return param, exp_avg, exp_avg_sq
+
+
+def _require_contiguous(**updated: Tensor) -> None:
+    for name, tensor in updated.items():
         if not tensor.is_contiguous():
             raise KernelError(
                 f"the AdamW kernel updates contiguous tensors; {name} is not",
                 found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
                 hint="use torch.optim.AdamW for this parameter",
             )
-    count = param.numel()
-    if count:
-        unit = 1 if count % 16 else 16
-        # rest1 and rest2 are computed in double: in float32, 1 - 0.999 has an error of 1e-5.
-        scalars = (lr, beta2, 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), eps, weight_decay)
-        _launch(
-            (cdiv(count, _BLOCK), 1, 1),
-            (param, grad.contiguous(), exp_avg, exp_avg_sq, step),
-            (),
-            (count // unit, *scalars),
-            (unit, _BLOCK),
-            _WARPS,
-        )
-    return param, exp_avg, exp_avg_sq
 
 
 def _log(beta: float) -> float:
@@ -119,48 +177,50 @@ def _log(beta: float) -> float:
 
 
 class AdamW(PartialAdamW):
-    """torch.optim.AdamW(fused=True) that updates large CUDA tensors with the kernel above.
+    """torch.optim.AdamW(fused=True) that updates CUDA tensors with the kernel above.
 
     State, state dicts and parameter groups are the same as torch's, and results are equal up to rounding, so a run can
     switch between the two.
     """
 
+    @functools.cached_property
+    def _updates(self) -> _Updates:
+        """Made when needed: pickle and deepcopy copy an optimizer's state and groups only."""
+        return _Updates()
+
     def _step_own(self) -> list[tuple[Tensor, Tensor]]:
         done: list[tuple[Tensor, Tensor]] = []
         if getattr(self, "grad_scale", None) is not None:
             return done
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             if group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor):
                 continue
-            # torch creates the state in its first step.
-            served = [(p, p.grad) for p in group["params"] if p.grad is not None and self.state[p] and _served(p)]
-            if served:
-                torch._foreach_add_([local_tensor(self.state[param]["step"]) for param, _ in served], 1)
-            for param, grad in served:
-                self._step_one(param, grad, group)
-            done += served
+            updates = []
+            for param in group["params"]:
+                # torch creates the state in its first step.
+                if param.grad is not None and (state := self.state[param]):
+                    given = (param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
+                    local, grad, exp_avg, exp_avg_sq, step = map(local_tensor, given)
+                    if _served(local, grad, exp_avg, exp_avg_sq, step):
+                        _require_contiguous(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+                        updates.append((local, grad.contiguous(), exp_avg, exp_avg_sq, step))
+                        done.append((param, param.grad))
+            if updates:
+                torch._foreach_add_([step for *_, step in updates], 1)
+                beta1, beta2 = group["betas"]
+                self._updates.run(updates, group["lr"], beta1, beta2, group["eps"], group["weight_decay"], number)
         return done
 
-    def _step_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        beta1, beta2 = group["betas"]
-        adamw(
-            local_tensor(param),
-            local_tensor(grad),
-            local_tensor(state["exp_avg"]),
-            local_tensor(state["exp_avg_sq"]),
-            local_tensor(state["step"]),
-            group["lr"],
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-        )
+
+def _served(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> bool:
+    """Whether the kernel supports these; otherwise torch updates `param`."""
+    numbers = (param, grad, exp_avg, exp_avg_sq)
+    supported = param.is_contiguous() and step.dtype == torch.float32 and all(x.dtype in _DTYPES for x in numbers)
+    return supported and _on_gpu(param) and param.numel() > 0 and all(x.device == param.device for x in (grad, step))
 
 
-def _served(param: Tensor) -> bool:
-    local = local_tensor(param)
-    return local.is_cuda and local.numel() >= _LARGE and local.is_contiguous() and local.dtype.is_floating_point
+def _on_gpu(param: Tensor) -> bool:
+    return param.is_cuda
 
 
 # The trainer creates the optimizer from the selected kernel.

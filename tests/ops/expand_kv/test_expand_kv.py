@@ -277,7 +277,8 @@ def test_packed_documents_equal_documents_alone():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 def test_no_copies_at_the_width_of_moonlight_on_a_gpu():
-    """Only the rotary frequencies and, in backward, the compressed keys and values are still concatenated."""
+    """Concatenated are differences of positions (by Transformers' masks), rotary frequencies, and in backward the
+    compressed keys and values."""
     if DEVICE != "cuda":
         pytest.skip("requires a GPU")
     torch.manual_seed(0)
@@ -308,4 +309,4 @@ def test_no_copies_at_the_width_of_moonlight_on_a_gpu():
             step(each, input_ids=ids, use_cache=False)
             torch.cuda.synchronize()
         counts.append(sum(event.count for event in profile.key_averages() if "CatArrayBatchedCopy" in event.key))
-    assert counts[0] <= 2 < counts[1]
+    assert counts[0] <= 3 < counts[1]
