@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -95,40 +95,56 @@ def _adamw_kernel(
 _launch = KernelLauncher(_adamw_kernel)
 
 
-class _Updates:
+_Form = tuple[Any, ...]
+_Row = tuple[int, ...]
+
+
+class _Launches:
     """Launches of the kernel, with the tables of the last ones: from step to step addresses are mostly the same."""
 
     def __init__(self) -> None:
-        self._tables: dict[Any, tuple[list[tuple[int, ...]], Tensor, Tensor]] = {}
+        self._tables: dict[_Form, tuple[list[_Row], Tensor, Tensor]] = {}
 
-    def run(
-        self,
-        tensors: Iterable[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        group: int = 0,
-    ) -> None:
-        """Update each (param, grad, exp_avg, exp_avg_sq, step), on one device; `group` tells calls of a step apart."""
-        # rest1 and rest2 are computed in double: in float32, 1 - 0.999 has an error of 1e-5.
-        scalars = (lr, beta2, 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), eps, weight_decay)
-        rows: dict[Any, list[tuple[int, ...]]] = {}
-        for param, grad, exp_avg, exp_avg_sq, step in tensors:
-            count = param.numel()
-            addresses = (param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
-            unit = 1 if functools.reduce(operator.or_, addresses, count) % 16 else 16
-            form = (param.device, unit, param.dtype, grad.dtype, exp_avg.dtype, exp_avg_sq.dtype)
-            rows.setdefault(form, []).append((*addresses, step.data_ptr(), count // unit, cdiv(count, _CHUNK)))
-        for (device, unit, *dtypes), found in rows.items():
-            key = (group, device, unit, *dtypes)
-            known = self._tables.get(key)
+    def run(self, rows: dict[_Form, list[_Row]], group: int, options: Mapping[str, Any]) -> None:
+        """Update the tensors of `rows`, with the options of parameter group number `group`."""
+        lr, (beta1, beta2) = options["lr"], options["betas"]
+        # Differences from 1 are computed in double: in float32, 1 - 0.999 has an error of 1e-5.
+        rest = (1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2))
+        scalars = (lr, beta2, *rest, options["eps"], options["weight_decay"])
+        for form, found in rows.items():
+            known = self._tables.get((group, *form))
             if known is None or known[0] != found:
-                known = self._tables[key] = (found, *_tables(found, device))
+                known = self._tables[(group, *form)] = (found, *_tables(found, form[0]))
             _, table, owner = known
+            _, unit, *dtypes = form
             constants = (*[_DTYPES[dtype] for dtype in dtypes], unit, _BLOCK, _BLOCKS)
             _launch((owner.numel(), 1, 1), (table, owner), (), scalars, constants, _WARPS)
+
+
+def _form_and_row(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
+) -> tuple[_Form, _Row] | None:
+    """Device, unit and dtypes of a launch, and the row of its table; None if the kernel does not support the tensors.
+
+    Raises:
+        KernelError: a tensor that is updated is not contiguous.
+    """
+    numbers = (param, grad, exp_avg, exp_avg_sq)
+    if step.dtype != torch.float32 or any(x.device != param.device for x in (*numbers, step)):
+        return None
+    if any(x.dtype not in _DTYPES for x in numbers):
+        return None
+    for name, tensor in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if not tensor.is_contiguous():
+            raise KernelError(
+                f"the AdamW kernel updates contiguous tensors; {name} is not",
+                found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                hint="use torch.optim.AdamW for this parameter",
+            )
+    count, addresses = param.numel(), [x.data_ptr() for x in numbers]
+    unit = 1 if functools.reduce(operator.or_, addresses, count) % 16 else 16
+    form = (param.device, unit, *[x.dtype for x in numbers])
+    return form, (*addresses, step.data_ptr(), count // unit, cdiv(count, _CHUNK))
 
 
 def _tables(rows: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -155,21 +171,13 @@ def adamw(
     weight_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contract: see `op.reference`; contiguous tensors, updated in place."""
-    _require_contiguous(param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    found = _form_and_row(param, grad.contiguous(), exp_avg, exp_avg_sq, step)
+    assert found is not None, "dtypes of the contract"
     if param.numel():
-        tensors = (param, grad.contiguous(), exp_avg, exp_avg_sq, step)
-        _Updates().run([tensors], lr, beta1, beta2, eps, weight_decay)
+        form, row = found
+        options = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+        _Launches().run({form: [row]}, 0, options)
     return param, exp_avg, exp_avg_sq
-
-
-def _require_contiguous(**updated: Tensor) -> None:
-    for name, tensor in updated.items():
-        if not tensor.is_contiguous():
-            raise KernelError(
-                f"the AdamW kernel updates contiguous tensors; {name} is not",
-                found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-                hint="use torch.optim.AdamW for this parameter",
-            )
 
 
 def _log(beta: float) -> float:
@@ -183,10 +191,15 @@ class AdamW(PartialAdamW):
     switch between the two.
     """
 
+    # Made when needed: pickle and deepcopy copy an optimizer's state and groups only.
     @functools.cached_property
-    def _updates(self) -> _Updates:
-        """Made when needed: pickle and deepcopy copy an optimizer's state and groups only."""
-        return _Updates()
+    def _launches(self) -> _Launches:
+        return _Launches()
+
+    @functools.cached_property
+    def _known(self) -> dict[int, tuple[list[Any], tuple[_Form, _Row] | None]]:
+        """Addresses and dtypes of the last step, and what they make, by the id of a parameter."""
+        return {}
 
     def _step_own(self) -> list[tuple[Tensor, Tensor]]:
         done: list[tuple[Tensor, Tensor]] = []
@@ -195,28 +208,39 @@ class AdamW(PartialAdamW):
         for number, group in enumerate(self.param_groups):
             if group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor):
                 continue
-            updates = []
+            rows: dict[_Form, list[_Row]] = {}
+            steps: list[Tensor] = []
+            copies: list[Tensor] = []
             for param in group["params"]:
                 # torch creates the state in its first step.
-                if param.grad is not None and (state := self.state[param]):
-                    given = (param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
-                    local, grad, exp_avg, exp_avg_sq, step = map(local_tensor, given)
-                    if _served(local, grad, exp_avg, exp_avg_sq, step):
-                        _require_contiguous(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-                        updates.append((local, grad.contiguous(), exp_avg, exp_avg_sq, step))
-                        done.append((param, param.grad))
-            if updates:
-                torch._foreach_add_([step for *_, step in updates], 1)
-                beta1, beta2 = group["betas"]
-                self._updates.run(updates, group["lr"], beta1, beta2, group["eps"], group["weight_decay"], number)
+                if (whole := param.grad) is None or not (state := self.state[param]) or not _served(param):
+                    continue
+                given = (param, whole, state["exp_avg"], state["exp_avg_sq"], state["step"])
+                tensors = [local_tensor(x) for x in given]
+                tensors[1] = tensors[1].contiguous()
+                found = self._look_up(param, tensors)
+                if found is not None:
+                    rows.setdefault(found[0], []).append(found[1])
+                    steps.append(tensors[4])
+                    copies.append(tensors[1])
+                    done.append((param, whole))
+            if steps:
+                torch._foreach_add_(steps, 1)
+                self._launches.run(rows, number, group)
         return done
 
+    def _look_up(self, param: Tensor, tensors: list[Tensor]) -> tuple[_Form, _Row] | None:
+        """`_form_and_row` of the tensors, from the last step if they are where they were."""
+        now = [x.data_ptr() for x in tensors] + [x.dtype for x in tensors] + [tensors[0].numel()]
+        known = self._known.get(id(param))
+        if known is None or known[0] != now:
+            known = self._known[id(param)] = (now, _form_and_row(*tensors))
+        return known[1]
 
-def _served(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> bool:
-    """Whether the kernel supports these; otherwise torch updates `param`."""
-    numbers = (param, grad, exp_avg, exp_avg_sq)
-    supported = param.is_contiguous() and step.dtype == torch.float32 and all(x.dtype in _DTYPES for x in numbers)
-    return supported and _on_gpu(param) and param.numel() > 0 and all(x.device == param.device for x in (grad, step))
+
+def _served(param: Tensor) -> bool:
+    local = local_tensor(param)
+    return _on_gpu(local) and local.numel() > 0 and local.is_contiguous()
 
 
 def _on_gpu(param: Tensor) -> bool:
