@@ -1,4 +1,3 @@
-import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,11 +68,15 @@ def forked(forks, monkeypatch):
 # Dynamo reads the gradient of a layer's input, a non-leaf tensor.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.quick("eager")
-@pytest.mark.parametrize("compiled", [(), ("torch.compile", "compiled layers")], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [(), ("torch.compile", "compiled layers", "CUDA graphs")], ids=["eager", "compiled"]
+)
 def test_implementations_train_from_the_same_weights(moe_config_folder, monkeypatch, compiled):
     # Without the C++ compiler, which takes seconds.
-    with_aot_eager = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", with_aot_eager)
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, mode=None: compile_module(module, backend="aot_eager")
+    )
     losses = {}
     own = ("opslot", *(f"opslot + {name}" for name in compiled))
     for name in (*own, "opslot eager", "Transformers"):
@@ -140,6 +143,7 @@ def test_implementations_include_every_model_of_a_baseline():
         "opslot",
         "opslot + torch.compile",
         "opslot + compiled layers",
+        "opslot + CUDA graphs",
         "opslot eager",
     ]
     assert implementations(["hf", "veomni"]) == ["opslot", "Transformers", "Transformers + FlashAttention 4", "VeOmni"]

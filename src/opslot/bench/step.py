@@ -28,9 +28,10 @@ OWN_IMPLEMENTATIONS: dict[str, dict[str, str] | None] = {
     "opslot + FP8": {"linear_implementation": "fp8"},
     "opslot + torch.compile": {},
     "opslot + compiled layers": {},
+    "opslot + CUDA graphs": {},
     "opslot eager": None,
 }
-_COMPILED = ("torch.compile", "compiled layers")
+_COMPILED = ("torch.compile", "compiled layers", "CUDA graphs")
 _LR, _CURVE_LR = 1e-5, 3e-4
 # The spacing of bfloat16 numbers, relative to their size.
 _LOSS_TOLERANCE = 2.0**-8
@@ -47,7 +48,8 @@ class StepTask:
         image_size: side in pixels of the image that each sample begins with; 0 for none.
         audio_seconds: of the audio that follows the image; 0 for none.
         ops: opslot's `ops_implementation`.
-        compiled: also time opslot with `model.compile()`, and with `opslot.parallelize(model, compile=True)`.
+        compiled: also time opslot with `model.compile()`, also in mode "reduce-overhead" (CUDA graphs), and with
+            `opslot.parallelize(model, compile=True)`.
         baseline_paths: by baseline, a folder whose packages come first in that baseline's process.
         trace: add a table of torch.profiler.
         timeout: seconds that one implementation may take.

@@ -113,10 +113,14 @@ class _Launches:
         scalars = (lr, beta2, *rest, options["eps"], options["weight_decay"])
         for form, found in rows.items():
             known = self._tables.get((group, *form))
+            device, unit, *dtypes = form
             if known is None or known[0] != found:
-                known = self._tables[(group, *form)] = (found, *_tables(found, form[0]))
+                programs = [row[-1] for row in found]
+                # Mostly, only gradients have moved.
+                same = known is not None and programs == [row[-1] for row in known[0]]
+                owner = known[2] if known is not None and same else _owners(programs, device)
+                known = self._tables[(group, *form)] = (found, _table(found, device), owner)
             _, table, owner = known
-            _, unit, *dtypes = form
             constants = (*[_DTYPES[dtype] for dtype in dtypes], unit, _BLOCK, _BLOCKS)
             _launch((owner.numel(), 1, 1), (table, owner), (), scalars, constants, _WARPS)
 
@@ -147,15 +151,20 @@ def _form_and_row(
     return form, (*addresses, step.data_ptr(), count // unit, cdiv(count, _CHUNK))
 
 
-def _tables(rows: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The kernel's table, and for each CTA the row of its tensor; `rows` end with numbers of CTAs."""
-    programs = [row[-1] for row in rows]
-    starts = itertools.accumulate(programs[:-1], initial=0)
-    table = torch.tensor([(*row[:-1], start) for row, start in zip(rows, starts)], dtype=torch.int64)
-    owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(programs))
-    if device.type == "cuda":
-        table, owner = table.pin_memory(), owner.pin_memory()
-    return table.to(device, non_blocking=True), owner.to(device, non_blocking=True)
+def _table(rows: list[_Row], device: torch.device) -> Tensor:
+    """The kernel's table; `rows` have the number of CTAs of a tensor in place of its first CTA."""
+    starts = itertools.accumulate((row[-1] for row in rows[:-1]), initial=0)
+    return _copied(torch.tensor([(*row[:-1], start) for row, start in zip(rows, starts)], dtype=torch.int64), device)
+
+
+def _owners(programs: list[int], device: torch.device) -> Tensor:
+    """For each CTA, the row of the tensor that it updates."""
+    numbers = torch.arange(len(programs), dtype=torch.int32)
+    return _copied(torch.repeat_interleave(numbers, torch.tensor(programs)), device)
+
+
+def _copied(values: Tensor, device: torch.device) -> Tensor:
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def adamw(
