@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from opslot._base.errors import ConfigError
 from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
-from opslot.distributed.dtensors import full_tensor, local_tensor
+from opslot.distributed.dtensors import local_tensor
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -203,10 +204,18 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
 
 @torch.no_grad()
 def _norm(grads: list[Tensor]) -> Tensor:
-    """Of gradients of one dtype and one placement, over all ranks."""
+    """Of gradients of one dtype and one placement, over all ranks; DTensor does not propagate a norm's dtype."""
     # In 16 bits, the norm would have 3 digits, and float16 would overflow at 65504.
     upcast = {"dtype": torch.float32} if grads[0].itemsize == 2 else {}
-    return full_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, **upcast))))
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([local_tensor(x) for x in grads], 2, **upcast)))
+    first = grads[0]
+    if isinstance(first, DTensor):
+        square = norm.square()
+        for dim, placement in enumerate(first.placements):
+            if placement.is_shard():
+                dist.all_reduce(square, group=first.device_mesh.get_group(dim))
+        norm = square.sqrt()
+    return norm
 
 
 @contextlib.contextmanager

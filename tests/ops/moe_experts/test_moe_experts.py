@@ -168,6 +168,21 @@ def test_clamped_values_have_no_gradient(name, variant):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+def test_values_at_the_limit_have_the_gradient_of_torch_clamp(name):
+    """Releases of torch differ in it; in 16 bits, such values are common."""
+    hidden = torch.eye(16, device=DEVICE).requires_grad_()
+    # Gate i of token j is entry (i, j): below the limit 0.75, at it, or above, and the same for up.
+    values = torch.tensor([0.5, 0.75, 1.0, -0.75], device=DEVICE).repeat(4)
+    gate_up = torch.diag(values).repeat(2, 1)[None].clone().requires_grad_()
+    down = torch.eye(16, device=DEVICE)[None].clone().requires_grad_()
+    index = torch.zeros(16, 1, dtype=torch.int64, device=DEVICE)
+    tensors = [hidden, gate_up, down, index, torch.ones(16, 1, device=DEVICE, requires_grad=True), 0.75]
+    _, expected = gradients(KERNEL_REGISTRY.op("moe_experts").variant("clamped").reference, tensors)
+    _, found = gradients(load(name, "clamped"), tensors)
+    torch.testing.assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_clamps_propagate_nan(name):
     tensors = inputs(variant="clamped")
     with torch.no_grad():

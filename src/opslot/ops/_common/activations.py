@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+@cache
+def limit_has_gradient() -> bool:
+    """Whether torch.clamp passes the gradient of a value that equals its limit: releases before 2.15 do."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        return bool(torch.autograd.grad(x.clamp(max=1.0), x)[0])
+
 
 # What a kernel takes as `activation`: a name below, or the module or function that a model applies.
 Activation = str | Callable[[Tensor], Tensor]

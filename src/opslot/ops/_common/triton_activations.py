@@ -5,6 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from opslot.ops._common.activations import limit_has_gradient
+
+_LIMIT_HAS_GRADIENT = tl.constexpr(limit_has_gradient())
+
+
+@triton.jit
+def is_below_limit(x, limit):
+    """Whether torch.clamp(x, max=limit) passes the gradient of x."""
+    if _LIMIT_HAS_GRADIENT:
+        below = x <= limit
+    else:
+        below = x < limit
+    return below
+
 
 @triton.jit
 def activation(x, NAME: tl.constexpr, ALPHA: tl.constexpr = 1.0):

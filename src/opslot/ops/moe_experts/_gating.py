@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot.ops._common.activations import ACTIVATIONS
+from opslot.ops._common.activations import ACTIVATIONS, limit_has_gradient
 from opslot.ops.moe_experts.contract import Experts
 
 # (gate and up [P, 2I],), (up [P, I],) or (gate [P, I], up [P, I])
@@ -79,8 +79,9 @@ def activate_backward(
     parts_grad = empty_parts(act_grad, experts, *act_grad.shape)
     gate_part, up_part = halves_of(parts_grad, experts)
     if experts.limit is not None:
-        gate_grad.masked_fill_(limited > experts.limit, 0)
-        up_grad.masked_fill_(given_up.abs() > experts.limit, 0)
+        beyond = torch.gt if limit_has_gradient() else torch.ge
+        gate_grad.masked_fill_(beyond(limited, experts.limit), 0)
+        up_grad.masked_fill_(beyond(given_up.abs(), experts.limit), 0)
     gate_part.copy_(gate_grad)
     up_part.copy_(up_grad)
     return parts_grad, act.mul_(scales).to(act_grad.dtype), dots

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from opslot._base.jit import dot, downcast
-from opslot.ops._common.triton_activations import activation, activation_and_slope
+from opslot.ops._common.triton_activations import activation, activation_and_slope, is_below_limit
 
 
 @triton.jit
@@ -309,10 +309,10 @@ def gate_grad_kernel(
                 gate_grad *= lifted
                 up_grad = grad * weight * glu
                 if LIMIT is not None:
-                    up_grad = tl.where(tl.abs(given_up) <= LIMIT, up_grad, 0.0)
+                    up_grad = tl.where(is_below_limit(tl.abs(given_up), LIMIT), up_grad, 0.0)
             dots += tl.sum(act * grad, 1)
             if LIMIT is not None:
-                gate_grad = tl.where(limited <= LIMIT, gate_grad, 0.0)
+                gate_grad = tl.where(is_below_limit(limited, LIMIT), gate_grad, 0.0)
             dtype: tl.constexpr = projected_grad.dtype.element_ty
             tl.store(weighted_act + offset, downcast(act * weight, dtype), mask=live)
             if BIASED:

@@ -18,7 +18,7 @@ from opslot.ops._common.activations import Activation, activation_name, activati
 from opslot.ops._common.arguments import as_rows, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.triton_activations import activation as activate
-from opslot.ops._common.triton_activations import activation_and_slope
+from opslot.ops._common.triton_activations import activation_and_slope, is_below_limit
 
 _BLOCK = 1024
 _WARPS = 4
@@ -97,12 +97,12 @@ def _backward_kernel(
     if NEED_UP:
         dup = dout * activated
         if CLAMPED:
-            dup = tl.where(tl.abs(raw_up) > limit, 0.0, dup)
+            dup = tl.where(is_below_limit(tl.abs(raw_up), limit), dup, 0.0)
         tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), mask=mask)
     if NEED_GATE:
         dgate = dout * up * slope
         if CLAMPED:
-            dgate = tl.where(raw_gate > limit, 0.0, dgate)
+            dgate = tl.where(is_below_limit(raw_gate, limit), dgate, 0.0)
         tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from opslot._base.jit import dot, downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.kernels.tiles import decay, load_plane, load_tokens, store_tokens, strides
+from opslot.ops._common.triton_activations import is_below_limit
 from opslot.ops.mamba_chunk_scan.kernels.call import Call
 from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
 
@@ -127,7 +128,7 @@ def token_gradients_kernel(
         unlimited = unlimited_step(raw, SOFTPLUS)
         if SOFTPLUS:
             ddt *= 1.0 / (1.0 + tl.exp(-raw))
-        ddt = tl.where((i < length) & (unlimited >= low) & (unlimited <= high), ddt, 0.0)
+        ddt = tl.where((i < length) & is_below_limit(-unlimited, -low) & is_below_limit(unlimited, high), ddt, 0.0)
         target = (start + i).to(tl.int64) * HEADS + head
         tl.store(ddt_ptr + target, downcast(ddt, ddt_ptr.dtype.element_ty), mask=i < length)
         tl.store(sums_ptr, tl.sum(dlog * step))

@@ -19,6 +19,7 @@ from torch import Tensor
 from opslot._base.jit import downcast
 from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.kernels.tiles import FP32_DOT
+from opslot.ops._common.triton_activations import is_below_limit
 from opslot.ops.mamba_chunk_scan.kernels.selective import (
     LOG2_E,
     STRIDES,
@@ -148,7 +149,7 @@ def selective_gradients_kernel(
         if SOFTPLUS:
             ddt *= 1.0 / (1.0 + tl.exp(-raw))
         mask = (i < length)[:, None] & inside[None, :]
-        ddt = tl.where(mask & (unlimited >= low) & (unlimited <= high), ddt, 0.0)
+        ddt = tl.where(mask & is_below_limit(-unlimited, -low) & is_below_limit(unlimited, high), ddt, 0.0)
         offset = (start + i).to(tl.int64)[:, None] * out_token + channel[None, :]
         tl.store(ddt_ptr + offset, downcast(ddt, ddt_ptr.dtype.element_ty), mask=mask)
         tl.store(sums_ptr, tl.sum(x * dout, 0), mask=inside)
