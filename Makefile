@@ -1,6 +1,8 @@
 # Both main targets set up everything they need in .venv: no GPU, no account, no further step.
 PYTHON ?= python3
 VENV := .venv
+# Another release of torch than that of constraints.txt, for a VENV of its own.
+TORCH ?=
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -45,10 +47,11 @@ test-architectures: $(VENV)/ready-dev
 	$(BIN)/python benchmarks/check_architectures.py
 	$(BIN)/python benchmarks/generate_docs.py
 
-# The same for older releases of Transformers, without writing anything.
+# The same for older releases of Transformers, without writing anything; kernels with the Triton of torch 2.11, and the
+# tests with a newer torch.
 RELEASES ?= 5.9.0 5.17.0
-# That of torch 2.11.
 TRITON_RELEASES ?= 3.6.0
+TORCH_RELEASES ?= 2.15.0
 
 test-releases: $(VENV)/ready-dev
 	for release in $(TRITON_RELEASES); do \
@@ -60,6 +63,9 @@ test-releases: $(VENV)/ready-dev
 		folder=$(VENV)/transformers-$$release; \
 		[ -d $$folder ] || $(BIN)/python -m pip install --quiet --target $$folder transformers==$$release || exit 1; \
 		PYTHONPATH=$$folder $(BIN)/python benchmarks/check_architectures.py --print-only || exit 1; \
+	done
+	for release in $(TORCH_RELEASES); do \
+		$(MAKE) test VENV=$(VENV)/torch-$$release TORCH=$$release || exit 1; \
 	done
 
 lint: $(VENV)/ready-dev
@@ -74,13 +80,14 @@ bench-cpu: $(VENV)/ready-dev
 
 # A recent pip resolves in half the time. torch comes first and alone, so that nothing that depends on it picks another
 # build; it is compiled while the rest is installed.
-INSTALL = $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile -c $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # pip compiles one file after another. What is left out is compiled when it is imported; some files are not Python 3.
 NOT_COMPILED = /tests?/|/transformers/models/|/(fontTools|mypyc?|pip|pygments|setuptools|torchgen)/
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib src || true
 
 $(VENV)/torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' constraints.txt > $(VENV)/constraints.txt)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) torch
 	touch $@
