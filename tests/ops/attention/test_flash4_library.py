@@ -1,7 +1,10 @@
+import importlib
 import os
 import sys
+from types import ModuleType
 
 import pytest
+import torch
 
 from opslot.ops.attention.flash4_library import load_interface
 
@@ -38,3 +41,17 @@ def test_environment_variables_take_precedence(library, monkeypatch, given, seen
     for index, value in given.items():
         monkeypatch.setenv(_VARIABLES[index], value)
     assert load_interface().seen == seen
+
+
+@pytest.mark.parametrize("more", [(), (None, None, None)], ids=["4.0.0b16", "4.0.0b36"])
+def test_forward_takes_what_releases_return(monkeypatch, more):
+    """Later releases return further values after the output and the logsumexp."""
+    interface = ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd = lambda q, k, v, **options: (q + 1, q.sum(-1), *more)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    flash4 = importlib.import_module("opslot.ops.attention.flash4")
+    monkeypatch.setattr(flash4, "_INTERFACE", interface)
+    q = torch.zeros(1, 4, 2, 8)
+    out, lse = flash4.flash_attn_func(q, q, q, return_lse=True)
+    assert torch.equal(out, q + 1)
+    assert lse.shape == (1, 4, 2)

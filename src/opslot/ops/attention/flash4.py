@@ -35,7 +35,9 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, 
 def _launch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Output [B, S, N, D] or [T, N, D], and logsumexp [B, N, S] or [N, T] in float32."""
     named = dict(zip(_OPTIONS, options, strict=True))
-    return _INTERFACE._flash_attn_fwd(q, k, v, return_lse=True, **named)
+    # Later releases return more.
+    out, lse, *_ = _INTERFACE._flash_attn_fwd(q, k, v, return_lse=True, **named)
+    return out, lse
 
 
 def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
