@@ -1,12 +1,15 @@
 """Images, videos and audio of samples: what each form of source gives, and what is wrong with it."""
 
+import base64
 import io
+import struct
 import wave
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import image_utils
 
 from opslot.data import media
 from opslot.data.media import (
@@ -33,6 +36,29 @@ def test_long_sources_are_cut_in_errors(tmp_path):
     with pytest.raises(MediaError, match=r"give base64 text as") as caught:
         load_image("iVBORw0KGgo" * 30, tmp_path, Limits())
     assert len(str(caught.value)) < 500 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation, tmp_path):
+    """As Transformers' load_image, with which a checkpoint's processor loads images for generation."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.open(draw(tmp_path / "1.png", 1)).save(tmp_path / "1.jpg", exif=exif)
+    found = np.asarray(load_image("1.jpg", tmp_path, Limits()))
+    np.testing.assert_array_equal(found, np.asarray(image_utils.load_image(str(tmp_path / "1.jpg"))))
+
+
+@pytest.mark.parametrize("form", ["data:image/png;base64,{}", {"base64": "{}"}, {"base64": "data:image/png;base64,{}"}])
+def test_base64_in_lines(form, tmp_path):
+    text = base64.encodebytes(draw(tmp_path / "1.png", 1).read_bytes()).decode()
+    source = form.format(text) if isinstance(form, str) else {"base64": form["base64"].format(text)}
+    assert load_image(source, tmp_path, Limits()).size == load_image("1.png", tmp_path, Limits()).size
+
+
+@pytest.mark.parametrize("values", [np.full((4, 4, 3), 200.0), np.full((4, 4, 3), 4000, np.uint16), np.full((4, 4), -1.0)])
+def test_pixels_out_of_range_raise(values, tmp_path):
+    with pytest.raises(MediaError, match="integers are from 0 to 255, floats from 0 to 1"):
+        load_image({"array": values}, tmp_path, Limits())
 
 
 def test_max_pixels(tmp_path):
@@ -86,6 +112,31 @@ def test_audio(tmp_path):
         load_audio([], tmp_path, 16000)
 
 
+def test_resampled_samples_are_at_their_times(tmp_path):
+    """Also at the ends, and where the length is not a multiple of the ratio of the rates."""
+    rate, wanted, count = 44_100, 16_000, 44_100 + 400
+    # Zero at both ends.
+    window = np.sin(np.pi * np.arange(count) / count) ** 2
+    tone = window * np.sin(2 * np.pi * 3000 * np.arange(count) / rate)
+    times = np.arange(round(count * wanted / rate)) / wanted
+    expected = np.sin(np.pi * times * rate / count) ** 2 * np.sin(2 * np.pi * 3000 * times)
+    samples = load_audio({"array": tone, "sampling_rate": rate}, tmp_path, wanted)
+    np.testing.assert_allclose(samples, expected, atol=1e-3)
+    # Of the frames after an array's end, none is its first.
+    step = load_audio({"array": [0.0] * 900 + [0.5] * 100, "sampling_rate": 8_000}, tmp_path, wanted)
+    assert np.abs(step[:50]).max() < 0.01
+
+
+def test_length_of_resampling_is_fast():
+    for least in (1, 7, 26_460_007 // 441):
+        length = media._fast_length(least)
+        assert least <= length <= 2 * least
+        for factor in (2, 3, 5):
+            while length % factor == 0:
+                length //= factor
+        assert length == 1
+
+
 class FakeDecoders:
     """`torchcodec.decoders` for a video of 10 frames with a ramp as audio."""
 
@@ -118,6 +169,7 @@ class FakeDecoders:
         ({"array": [0.1, float("nan")]}, "not finite"),
         ({"array": [[0.1, 0.2], [0.1]]}, "not rectangular"),
         ({"array": ["a", "b"]}, "is not audio"),
+        ({"array": [1 << 20, -3]}, "give 16-bit integers"),
     ],
     ids=str,
 )
@@ -157,14 +209,15 @@ def test_torchcodec_decodes_where_it_is_installed(tmp_path, monkeypatch):
     assert load_audio_track({"bytes": b"video"}, tmp_path, 16_000).tolist() == list(range(16))
 
 
-def write_mp4(file, seconds=1, with_audio=True):
+def write_mp4(file, seconds=1, with_audio=True, size=(32, 32)):
     av = pytest.importorskip("av")
     with av.open(str(file), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         audio = container.add_stream("aac", rate=16_000, layout="mono") if with_audio else None
         for number in range(10 * seconds):
-            pixels = np.full((32, 32, 3), 20 * number, np.uint8)
+            pixels = np.full((*size[::-1], 3), 20 * number, np.uint8)
+            pixels[: size[1] // 2, : size[0] // 2] = 250
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
         if audio is not None:
@@ -186,6 +239,16 @@ def test_video_file_and_its_audio_track(tmp_path):
     assert np.abs(samples).max() > 0.5
     silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
     assert load_audio_track(str(silent), tmp_path, 8_000) is None
+
+
+def test_rotated_video_is_upright(tmp_path):
+    """Phones write the orientation beside the frames, in the header of the track."""
+    data = bytearray(write_mp4(tmp_path / "a.mp4", with_audio=False, size=(64, 32)).read_bytes())
+    matrix = data.index(b"tkhd") + 44
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
+    found = load_video({"bytes": bytes(data)}, tmp_path, Limits(max_frames=2)).frames
+    plain = load_video("a.mp4", tmp_path, Limits(max_frames=2)).frames
+    np.testing.assert_array_equal(found, np.rot90(plain, -1, axes=(1, 2)))
 
 
 def test_frames_have_no_audio_track(tmp_path):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 KINDS = ("image", "video", "audio")
 # Characters of a path in an error; base64 text in its place may be long.
 _LONGEST_SHOWN = 200
+# How far values of an image are clipped, of 255; others are an error.
+_BEYOND = 32
 # Keys of a source, in the order in which they are looked for.
 _KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
 
@@ -65,7 +67,7 @@ class Video:
 
 
 def load_image(source: Any, folder: Path, limits: Limits) -> Image:
-    """An RGB image.
+    """An RGB image, upright as its EXIF orientation says.
 
     Raises:
         MediaError: a missing file, or one that does not decode.
@@ -98,8 +100,9 @@ def load_image(source: Any, folder: Path, limits: Limits) -> Image:
 
 
 def _rgb(image: Image) -> Image:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
+    image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
         # Pillow clips 16-bit values to 255.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -158,6 +161,8 @@ def _samples(value: Any) -> np.ndarray:
         raise MediaError(f"the array of an audio is not rectangular ({error})") from error
     if array.ndim not in (1, 2) or array.dtype.kind not in "uif":
         raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not audio")
+    if array.dtype.kind != "f" and array.size and max(int(array.max()), -int(array.min())) > 2**15:
+        raise MediaError(f"an audio has integers up to {array.max()}; give 16-bit integers, or floats up to 1")
     return array.astype(np.float32) / np.float32(1 if array.dtype.kind == "f" else 2**15)
 
 
@@ -242,7 +247,9 @@ def _value(source: Any) -> Any:
             raise MediaError(
                 f"a source has none of {', '.join(_KEYS)}; it has {', '.join(map(str, source)) or 'nothing'}"
             )
-        return f"data:;base64,{source[key]}" if key == "base64" else source[key]
+        if key == "base64" and not str(source[key]).startswith("data:"):
+            return f"data:;base64,{source[key]}"
+        return source[key]
     return source
 
 
@@ -254,7 +261,8 @@ def _read(value: Any, folder: Path) -> bytes:
         raise MediaError(f"a {type(value).__name__} is not a path, bytes or base64")
     if value.startswith("data:"):
         try:
-            return base64.b64decode(value.partition(",")[2], validate=True)
+            # Encoders break lines.
+            return base64.b64decode("".join(value.partition(",")[2].split()), validate=True)
         except binascii.Error as error:
             raise MediaError(f"not base64: {error}") from error
     if value.startswith(("http://", "https://")):
@@ -271,7 +279,7 @@ def _read(value: Any, folder: Path) -> bytes:
 
 
 def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
-    """uint8 pixels; floats are in [0, 1]."""
+    """uint8 pixels of integers up to 255 or floats up to 1."""
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -284,6 +292,13 @@ def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
         if not np.isfinite(array).all():
             raise MediaError(f"the array of {what} has values that are not finite")
         array = array * 255.0
+    # Floats of a resized image may be beyond the range by a little.
+    if array.dtype != np.uint8 and array.size and (array.min() < -_BEYOND or array.max() > 255 + _BEYOND):
+        scale = 255 if array.dtype.kind == "f" else 1
+        raise MediaError(
+            f"the array of {what} has values from {array.min() / scale:.4g} to {array.max() / scale:.4g}; integers are "
+            "from 0 to 255, floats from 0 to 1"
+        )
     array = array.clip(0, 255).astype(np.uint8)
     return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
 
@@ -364,14 +379,18 @@ def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limi
 def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
     with _av(source).open(io.BytesIO(data)) as container:
         stream = container.streams.video[0]
-        total = sum(1 for _ in container.decode(stream))
         fps = float(stream.average_rate or 0)
-        indices = _sampled(total, fps, limits, source)
-        container.seek(0)
-        wanted, frames = set(indices), []
-        for number, frame in enumerate(container.decode(stream)):
-            if number in wanted:
-                frames.append(load_image(frame.to_image(), folder, limits))
+        # A packet is a frame, with few exceptions, and is counted without being decoded.
+        total, decoded = sum(packet.size > 0 for packet in container.demux(stream)), None
+        while total != decoded:
+            total = total if decoded is None else decoded
+            indices = _sampled(total, fps, limits, source)
+            container.seek(0)
+            wanted, frames, decoded = set(indices), [], 0
+            for number, frame in enumerate(container.decode(stream)):
+                if number in wanted:
+                    frames.append(load_image(frame.to_image().rotate(frame.rotation, expand=True), folder, limits))
+                decoded = number + 1
     return _video(frames, indices, total, fps)
 
 
@@ -465,10 +484,16 @@ def _decode_audio(data: bytes, source: Any) -> tuple[np.ndarray, int]:
 
 
 def _resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Band-limited resampling with the FFT."""
+    """Band-limited resampling with the FFT, of samples with silence after them."""
     count = max(1, round(len(samples) * wanted / rate))
-    spectrum = np.fft.rfft(samples)
-    kept = min(len(spectrum), count // 2 + 1)
-    resized = np.zeros(count // 2 + 1, dtype=spectrum.dtype)
-    resized[:kept] = spectrum[:kept]
-    return (np.fft.irfft(resized, count) * (count / len(samples))).astype(np.float32)
+    down, up = rate // math.gcd(rate, wanted), wanted // math.gcd(rate, wanted)
+    blocks = _fast_length(-(-len(samples) // down) + 1)
+    spectrum = np.fft.rfft(samples, blocks * down)
+    kept = min(len(spectrum), blocks * up // 2 + 1)
+    return (np.fft.irfft(spectrum[:kept], blocks * up)[:count] * (up / down)).astype(np.float32)
+
+
+def _fast_length(least: int) -> int:
+    """The smallest number from `least` on whose factors are 2, 3 and 5; an FFT of other lengths takes much longer."""
+    bounds = [range(math.ceil(math.log(2 * least, base)) + 1) for base in (2, 3, 5)]
+    return min(n for i, j, k in itertools.product(*bounds) if (n := 2**i * 3**j * 5**k) >= least)

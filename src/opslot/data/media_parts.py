@@ -62,8 +62,14 @@ def _column(record: Mapping[str, Any], kind: str) -> list[Any] | None:
     for name in (f"{kind}s", kind):
         value = record.get(name)
         if value is not None:
-            return list(value) if isinstance(value, list) and name == f"{kind}s" else [value]
+            several = isinstance(value, list) and (name == f"{kind}s" or _holds_sources(value, kind))
+            return list(value) if several else [value]
     return None
+
+
+def _holds_sources(value: list[Any], kind: str) -> bool:
+    """Whether a list is of several images or audios, and not one as an array; a list of images is one video."""
+    return kind != "video" and all(isinstance(item, str | bytes | Mapping) for item in value)
 
 
 def _of_message(message: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any]]) -> Any:
@@ -122,7 +128,7 @@ def _of_part(part: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any
 
 def _kind(part: Mapping[str, Any]) -> str:
     given = str(part.get("type") or next((key for key in part if key.split("_")[0] in (*KINDS, "text")), ""))
-    kind = given.removeprefix("input_").removesuffix("_url")
+    kind = given.removeprefix("input_").removeprefix("output_").removesuffix("_url")
     if kind not in (*KINDS, "text"):
         raise MediaError(f"unknown part type {given!r}; expected text, {', '.join(KINDS)}")
     return kind
