@@ -22,6 +22,7 @@ from opslot.data.media import (
     load_video,
     to_bytes,
 )
+from opslot.data.resampling import _fast_length
 from tests.multimodal import draw
 
 
@@ -55,7 +56,9 @@ def test_base64_in_lines(form, tmp_path):
     assert load_image(source, tmp_path, Limits()).size == load_image("1.png", tmp_path, Limits()).size
 
 
-@pytest.mark.parametrize("values", [np.full((4, 4, 3), 200.0), np.full((4, 4, 3), 4000, np.uint16), np.full((4, 4), -1.0)])
+@pytest.mark.parametrize(
+    "values", [np.full((4, 4, 3), 200.0), np.full((4, 4, 3), 4000, np.uint16), np.full((4, 4), -1.0)]
+)
 def test_pixels_out_of_range_raise(values, tmp_path):
     with pytest.raises(MediaError, match="integers are from 0 to 255, floats from 0 to 1"):
         load_image({"array": values}, tmp_path, Limits())
@@ -129,7 +132,7 @@ def test_resampled_samples_are_at_their_times(tmp_path):
 
 def test_length_of_resampling_is_fast():
     for least in (1, 7, 26_460_007 // 441):
-        length = media._fast_length(least)
+        length = _fast_length(least)
         assert least <= length <= 2 * least
         for factor in (2, 3, 5):
             while length % factor == 0:
@@ -193,6 +196,17 @@ def test_rate_of_frames_that_is_not_a_number_raises(fps, tmp_path):
     frames = np.zeros((4, 8, 8, 3), np.uint8)
     with pytest.raises(MediaError, match="fps is not a positive number"):
         load_video({"array": frames, "fps": fps}, tmp_path, Limits())
+
+
+def test_rate_of_a_video_file_raises(tmp_path):
+    draw(tmp_path / "1.gif", 1)
+    with pytest.raises(MediaError, match=r"fps is of frames and arrays, and 1.gif is a file; .* data.max_fps"):
+        load_video({"path": "1.gif", "fps": 1}, tmp_path, Limits())
+
+
+def test_short_videos_have_two_frames(tmp_path):
+    video = load_video({"array": np.zeros((6, 8, 8, 3), np.uint8), "fps": 30}, tmp_path, Limits(max_fps=2.0))
+    assert video.indices == [0, 5]
 
 
 def test_pixels_that_are_not_finite_raise(tmp_path):

@@ -16,6 +16,7 @@ from opslot._base.errors import ConfigError
 from opslot.data import multimodal, multimodal_collation
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
+from opslot.data.media import from_bytes
 from opslot.data.multimodal import MultimodalEncoder, encoder_cost
 from opslot.data.records import split_into_shards
 from opslot.data.rope_positions import RopePositions
@@ -118,6 +119,42 @@ def test_tags_and_columns(encoder_of, tmp_path):
     (document,), problems, _ = encode(encoder, write(tmp_path, {"conversations": turns, "images": ["1.png"]}))
     assert not problems
     assert trained_text(encoder, document) == "a <image> tag<|im_end|>"
+
+
+def test_list_of_images_in_the_column_image(encoder_of, tmp_path):
+    """As in the data of LLaVA-NeXT and Qwen-VL."""
+    names = [draw(tmp_path / f"{number}.png", number).name for number in range(2)]
+    turns = [{"from": "human", "value": "<image>\n<image>what is it?"}, {"from": "gpt", "value": "a red circle"}]
+    file = write(tmp_path, {"image": names, "conversations": turns})
+    (document,), problems, _ = encode(encoder_of(), file)
+    assert not problems
+    assert [source for _, source in from_bytes(document.extra)["media"]] == names
+
+
+def test_tag_without_a_column_is_counted(encoder_of, tmp_path):
+    """The name of the column may be wrong, or the text may be about HTML."""
+    draw(tmp_path / "1.png", 1)
+    turns = [{"role": "user", "content": "<image>what is it?"}, {"role": "assistant", "content": "a red circle"}]
+    file = write(tmp_path, {"image_path": "1.png", "messages": turns}, {"images": ["1.png"], "messages": turns})
+    documents, problems, counts = encode(encoder_of(), file)
+    assert not problems
+    assert len(documents) == 2
+    assert counts == {"tag": 1}
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        ({"type": "image", "image": "1.png", "max_pixels": 1000}, "has max_pixels, which is not applied"),
+        ({"type": "video", "video": "1.mp4", "video_start": 1.0}, "has video_start, which is not applied"),
+    ],
+)
+def test_setting_of_a_part_that_is_not_applied(encoder_of, tmp_path, part, problem):
+    draw(tmp_path / "1.png", 1)
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a red circle"}]
+    file = write(tmp_path, {"messages": turns})
+    _, (found,), _ = encode(encoder_of(), file)
+    assert problem in found
 
 
 def test_parquet_with_bytes(encoder_of, tmp_path):

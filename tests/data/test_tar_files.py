@@ -23,6 +23,13 @@ def read(file):
     return records, problems
 
 
+def test_column_that_names_no_member_is_malformed(tmp_path):
+    file = write_tar(tmp_path / "a.tar", [("1.png", b"1"), ("1.json", b'{"images": "photo.png"}')])
+    records, (problem,) = read(file)
+    assert records == []
+    assert "images is 'photo.png', which is none of its files (1.png)" in problem
+
+
 def test_members_of_one_name_are_a_sample(tmp_path):
     messages = [{"role": "user", "content": [{"type": "audio", "audio": "b.wav"}, {"type": "image"}]}]
     file = write_tar(

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from opslot.data.resampling import resampled
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -39,7 +41,8 @@ class Limits:
     Attributes:
         max_pixels: larger images and frames are scaled down to at most this many pixels; None keeps their size.
         max_frames: longer videos are sampled uniformly to this many frames.
-        max_fps: videos are sampled to at most this many frames per second, where their own rate is known; None for all.
+        max_fps: videos are sampled to at most this many frames per second, or to two frames, where their own rate is
+            known; None for all.
     """
 
     max_pixels: int | None = None
@@ -127,6 +130,10 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
         indices = _sampled(len(value), fps, limits, source)
         frames = [load_image(value[index], folder, limits) for index in indices]
         return _video(frames, indices, len(value), fps)
+    if fps:
+        raise MediaError(
+            f"fps is of frames and arrays, and {describe(source)} is a file; remove it, and set data.max_fps"
+        )
     data = _read(value, folder)
     return _decode_animation(data, source, limits) or _decode_video(data, source, folder, limits)
 
@@ -150,7 +157,7 @@ def load_audio(source: Any, folder: Path, sampling_rate: int) -> np.ndarray:
     if not np.isfinite(samples).all():
         raise MediaError(f"the audio {describe(source)} has samples that are not finite")
     samples = samples if samples.ndim == 1 else samples.mean(axis=int(np.argmin(samples.shape)))
-    return samples if rate == sampling_rate else _resampled(samples, rate, sampling_rate)
+    return samples if rate == sampling_rate else resampled(samples, rate, sampling_rate)
 
 
 def _samples(value: Any) -> np.ndarray:
@@ -292,7 +299,7 @@ def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
         if not np.isfinite(array).all():
             raise MediaError(f"the array of {what} has values that are not finite")
         array = array * 255.0
-    # Floats of a resized image may be beyond the range by a little.
+    # Floats of a resized image may be out of range by a little.
     if array.dtype != np.uint8 and array.size and (array.min() < -_BEYOND or array.max() > 255 + _BEYOND):
         scale = 255 if array.dtype.kind == "f" else 1
         raise MediaError(
@@ -314,7 +321,8 @@ def _sampled(count: int, fps: float, limits: Limits, source: Any) -> list[int]:
         raise MediaError(f"the video {describe(source)} has no frames")
     most = limits.max_frames
     if limits.max_fps is not None and fps:
-        most = min(most, max(1, round(count * limits.max_fps / fps)))
+        # Models merge pairs of frames.
+        most = min(most, max(2, round(count * limits.max_fps / fps)))
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
 
@@ -481,19 +489,3 @@ def _decode_audio(data: bytes, source: Any) -> tuple[np.ndarray, int]:
         reason = getattr(error, "error_string", error)
         raise MediaError(f"the audio {describe(source)} does not decode ({reason})") from error
     return samples, int(rate)
-
-
-def _resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Band-limited resampling with the FFT, of samples with silence after them."""
-    count = max(1, round(len(samples) * wanted / rate))
-    down, up = rate // math.gcd(rate, wanted), wanted // math.gcd(rate, wanted)
-    blocks = _fast_length(-(-len(samples) // down) + 1)
-    spectrum = np.fft.rfft(samples, blocks * down)
-    kept = min(len(spectrum), blocks * up // 2 + 1)
-    return (np.fft.irfft(spectrum[:kept], blocks * up)[:count] * (up / down)).astype(np.float32)
-
-
-def _fast_length(least: int) -> int:
-    """The smallest number from `least` on whose factors are 2, 3 and 5; an FFT of other lengths takes much longer."""
-    bounds = [range(math.ceil(math.log(2 * least, base)) + 1) for base in (2, 3, 5)]
-    return min(n for i, j, k in itertools.product(*bounds) if (n := 2**i * 3**j * 5**k) >= least)

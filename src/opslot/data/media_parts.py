@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opslot.data.media import KINDS, MediaError
@@ -13,15 +13,21 @@ from opslot.data.media import KINDS, MediaError
 COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 _TAG = re.compile(r"<(image|video|audio)>")
 _SOURCES = ("path", "url", "bytes", "base64", "array", "frames", "file")
+# Settings of a part that qwen-vl-utils applies, and the field for all samples.
+_SETTINGS = {
+    **dict.fromkeys(("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels"), "data.max_pixels"),
+    **dict.fromkeys(("nframes", "min_frames", "max_frames"), "data.max_frames"),
+    **dict.fromkeys(("video_start", "video_end"), "none, store clips as files"),
+}
 
 
 def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     """The record with parts {"type": "image"} for media, and (kind, source) of each in order.
 
     A part is {"type": "image", "image": SOURCE}, {"type": "image", "path": ...} (or bytes, base64, array), {"type":
-    "image_url", "image_url": {"url": ...}}, or {"type": "image"} for the next of the column `images`. In a string,
-    <image>, <video> and <audio> also stand for the next of a column, if the record has that column; in other turns
-    than a user's, those that are left over are text.
+    "image_url", "image_url": {"url": ...}} and the like, or {"type": "image"} for the next of the column `images`. In a
+    string, <image>, <video> and <audio> also stand for the next of a column, if the record has that column; in other
+    turns than a user's, those that are left over are text.
 
     Args:
         form: the first column of the conversation.
@@ -56,6 +62,12 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
             'to the text, or parts {"type": "image"}'
         )
     return changed, media
+
+
+def has_unused_tag(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether <image>, <video> or <audio> is text in a user's turn, since the record has no column for it."""
+    contents = (message.get("content") for message in messages if message.get("role") == "user")
+    return any(isinstance(content, str) and _TAG.search(content) for content in contents)
 
 
 def _column(record: Mapping[str, Any], kind: str) -> list[Any] | None:
@@ -114,6 +126,10 @@ def _of_part(part: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any
     kind = _kind(known)
     if kind == "text":
         return {"type": "text", "text": known.get("text", "")}
+    if setting := next((name for name in _SETTINGS if name in known), None):
+        raise MediaError(
+            f"a part of type {kind} has {setting}, which is not applied; remove it (for all samples: {_SETTINGS[setting]})"
+        )
     source = _source(known, kind)
     if source is None:
         if not queues.get(kind):
@@ -135,7 +151,7 @@ def _kind(part: Mapping[str, Any]) -> str:
 
 
 def _source(part: Mapping[str, Any], kind: str) -> Any:
-    for key in (kind, f"{kind}_url", f"input_{kind}"):
+    for key in (kind, f"{kind}_url", f"input_{kind}", "source"):
         value = part.get(key)
         if isinstance(value, Mapping) and "data" in value:
             return {"base64": value["data"]}

@@ -35,7 +35,7 @@ from opslot.data.media import (
     load_video,
     to_bytes,
 )
-from opslot.data.media_parts import COLUMNS, separate_media
+from opslot.data.media_parts import COLUMNS, has_unused_tag, separate_media
 from opslot.data.packing import MediaDocument
 from opslot.data.processor_call import audio_without_tokens, call_processor, cut_audio, source_has
 from opslot.data.records import ByteRange, Location
@@ -143,6 +143,8 @@ class MultimodalEncoder(ChatEncoder):
             try:
                 samples = self.render(record, self.columns[where.file])
                 media = self._media
+                if any(has_unused_tag(sample.messages) for sample in samples):
+                    counts["tag"] += 1
                 found = [self._document(where, sample, media, counts) for sample in samples]
                 yield [document for document in found if document is not None]
             except SampleError as error:

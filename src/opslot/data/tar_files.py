@@ -15,7 +15,7 @@ from opslot._base.errors import json_type
 from opslot.data.locations import ByteRange, Location
 
 _COLUMNS = {
-    "images": ("jpg", "jpeg", "png", "webp", "bmp", "ppm"),
+    "images": ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff", "avif"),
     "videos": ("mp4", "mkv", "avi", "mov", "webm", "gif"),
     "audios": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
 }
@@ -79,8 +79,15 @@ def _record(
     record = {column: _with_members(value, by_name, used) for column, value in record.items()}
     for name, source in media.items():
         column = _COLUMN_OF.get(name.rpartition(".")[2].lower())
-        if column is not None and name not in used:
-            record.setdefault(column, []).append(source)
+        if column is None or name in used:
+            continue
+        if not isinstance(record.setdefault(column, []), list):
+            malformed.append(
+                f"{where}: {column} is {record[column]!r}, which is none of its files ({', '.join(media)}); name one of "
+                f"them, or remove {column} from its .json"
+            )
+            return
+        record[column].append(source)
     yield where, record
 
 

@@ -133,7 +133,10 @@ class RunData:
     def describe_changes(self) -> str:
         """The samples that were cut or left out so far, e.g. "; 3 samples truncated"."""
         counts: Counter[str] = sum((corpus.sample_counts() for corpus in self.corpora), Counter())
-        done = {"truncated": "cut to data.max_seq_len"}
+        done = {
+            "truncated": "cut to data.max_seq_len",
+            "tag": "with <image>, <video> or <audio> as text, for lack of a column images, videos or audios",
+        }
         return "".join(f"; {count:,} samples {done.get(what, f'left out: {what}')}" for what, count in counts.items())
 
     def loader(
