@@ -128,7 +128,7 @@ def _of_part(part: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any
         return {"type": "text", "text": known.get("text", "")}
     if setting := next((name for name in _SETTINGS if name in known), None):
         raise MediaError(
-            f"a part of type {kind} has {setting}, which is not applied; remove it (for all samples: {_SETTINGS[setting]})"
+            f"a part of type {kind} has {setting}, which is not applied; remove it (for all: {_SETTINGS[setting]})"
         )
     source = _source(known, kind)
     if source is None:

@@ -83,8 +83,8 @@ def _record(
             continue
         if not isinstance(record.setdefault(column, []), list):
             malformed.append(
-                f"{where}: {column} is {record[column]!r}, which is none of its files ({', '.join(media)}); name one of "
-                f"them, or remove {column} from its .json"
+                f"{where}: {column} is {record[column]!r}, which is none of its files ({', '.join(media)}); "
+                f"name one of them, or remove {column} from its .json"
             )
             return
         record[column].append(source)
