@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, WhisperConfig, WhisperForConditionalGeneration
 from transformers.masking_utils import flash_attention_mask
@@ -173,3 +174,17 @@ def test_every_kernel_attends_to_padded_sources_on_a_gpu():
             ran.append(name)
             assert float((step(model, batch)["logits"].float() - exact).abs().max()) <= bound, name
     assert {"sdpa", "triton"} <= {*ran}
+
+
+@pytest.mark.parametrize("arch", ["siglip", "siglip2"])
+def test_output_of_a_last_position_that_is_padding(arch):
+    """SigLIP's text embedding is the last position's, which attends to the tokens of the text."""
+    pytest.importorskip("triton")
+    config = tiny_config(arch).text_config
+    model = getattr(transformers, f"{arch.capitalize()}TextModel")._from_config(config).float().eval()
+    ids = torch.randint(3, config.vocab_size, (3, SOURCE), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": padding("right")}
+    expected = model(**batch)
+    opslot.apply(model, {"attn_implementation": "triton"})
+    for name in ("pooler_output", "last_hidden_state"):
+        torch.testing.assert_close(getattr(model(**batch), name), getattr(expected, name), rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_attention_options`: of an attention class, its variant, and option -> the attribute that holds it.
 - `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens only to FlashAttention.
 - `_opslot_masks_of`: the implementation of attention whose masks the class reads, whichever is selected.
+- `_opslot_reads_padding`: whether the class reads hidden states at padding, such as those of the last position.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 - `_opslot_by_document`: an instance runs once for each document where a module in it keeps whole sequences, or where
   no kernel serves its attention.
@@ -35,6 +36,7 @@ MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 MASKS_OF = PREFIX + "masks_of"
+READS_PADDING = PREFIX + "reads_padding"
 LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
 ADOPT = PREFIX + "adopt"
@@ -145,6 +147,11 @@ def masks_of(module: Any) -> str | None:
     Eager attention's are added to scores; those of sdpa are bools, and None where it is causal by itself.
     """
     return getattr(type(module), MASKS_OF, None)
+
+
+def reads_padding(module: Any) -> bool:
+    """Whether a module's class reads hidden states at padding."""
+    return getattr(type(module), READS_PADDING, False)
 
 
 def lost_slots(module: Any) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.source import nodes_below
-from opslot.slots.protocol import ATTENTION_OPTIONS, CU_SEQLENS_FOR_FLASH, MASKS_OF
+from opslot.slots.protocol import ATTENTION_OPTIONS, CU_SEQLENS_FOR_FLASH, MASKS_OF, READS_PADDING
 
 OP = "attention"
 _PLAIN = "softmax(scale q k + mask) v"
@@ -166,6 +166,17 @@ class CuSeqlensForFlash:
         for name, forward in module.methods():
             if _cu_seqlens_branches(module, forward):
                 yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
+
+
+@dataclass(frozen=True)
+class ReadsPadding:
+    """Encoders whose output is the last position's, which may be padding and attends to the tokens before it."""
+
+    def find(self, module: ModuleView) -> Iterator[ClassFact]:
+        for name, forward in module.methods():
+            text = module.text(forward)
+            if "create_bidirectional_mask(" in text and re.search(r"= last_hidden_state\[:, -1, :\]", text):
+                yield ClassFact(name, READS_PADDING, True)
 
 
 @dataclass(frozen=True)
@@ -379,4 +390,4 @@ def other_masks(module: ModuleView, needed: bool = True) -> str:
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 
 
-FORMS = (Attention(), CuSeqlensForFlash(), MasksOfOneImplementation())
+FORMS = (Attention(), CuSeqlensForFlash(), ReadsPadding(), MasksOfOneImplementation())

@@ -280,7 +280,9 @@ def _shown(mask_function: Any) -> str:
     return getattr(mask_function, "__qualname__", str(mask_function)).partition(".")[0]
 
 
-def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = False) -> Callable[..., Any]:
+def mask_function(
+    own: Callable[..., Any], name: str, *, falls_back: bool = False, at_padding: bool = False
+) -> Callable[..., Any]:
     """A mask function that returns None or a `Layout` where it can, else what `own` returns.
 
     In a compiled model packed documents must come as cu_seq_lens_q.
@@ -289,6 +291,7 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
         own: the kernel's mask function.
         name: the kernel's, for errors.
         falls_back: for a mask that the kernel can't apply, return a dense one.
+        at_padding: queries that are padding attend to the keys that are not, instead of to the padding.
     """
     any_mask = applies_any(own)
 
@@ -336,6 +339,8 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
             if any_mask:
                 return own(**given)
             return dense_or_raise(given)
+        if compiling and at_padding and attention_mask is not None:
+            return own(**given) if any_mask else dense_or_raise(given)
         if compiling:
             return _chunked(given) or own(**given)
         if pattern is not None:
@@ -343,6 +348,8 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
             skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
             if whole and (skips or pattern.documents is not None):
                 layout = _layout(pattern, attention_mask)
+                if at_padding and isinstance(layout, Layout) and layout.keys is not None:
+                    layout = layout._replace(cu_seqlens=None, longest=None)
                 if not isinstance(layout, str):
                     return layout and layout._replace(length=kv_length)
             elif pattern == _BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):

@@ -27,7 +27,7 @@ from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.ops.attention.reference import OPTIONS, reference
 from opslot.ops.attention.towers import CU_SEQLENS
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
-from opslot.slots.protocol import attention_options, cu_seqlens_for_flash, masks_of, skip_reason
+from opslot.slots.protocol import attention_options, cu_seqlens_for_flash, masks_of, reads_padding, skip_reason
 
 PREFIX = "opslot_"
 
@@ -64,8 +64,9 @@ def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
     """Why a model keeps its attention: its class is not generated, or under "auto" the user selected one."""
     if type(model).__module__.startswith("transformers."):
         return f"{type(model).__name__} has no generated class, so what its attention computes is unknown"
-    modules = [m for m in model.modules() if m.__dict__.get("config") is model.config]
-    reason = next((f"{type(m).__name__} {why}" for m in modules if (why := skip_reason(m, "attention"))), None)
+    reason = next(
+        (f"{type(m).__name__} {why}" for m in _modules_of(model) if (why := skip_reason(m, "attention"))), None
+    )
     if reason:
         return reason
     own = _original(model, attached)
@@ -96,8 +97,7 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     if kernel is None:
         # Transformers' code: "eager" if selected, else what the model has, unless no kernel supports it.
         kept = slot.kept and not slot.resolution.explicit
-        modules = (m for m in model.modules() if m.__dict__.get("config") is model.config)
-        needed = next(filter(None, map(masks_of, modules)), None)
+        needed = next(filter(None, map(masks_of, _modules_of(model))), None)
         return _set(model, needed or (previous if kept else "eager"))
     mask_function: Any = getattr(kernel, "mask_function", None)
     if mask_function is None:
@@ -109,21 +109,27 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     chosen = slot.resolution.chosen
     falls_back = not slot.resolution.explicit and not masks.applies_any(mask_function)
     falls_back = getattr(mask_function, "falls_back", falls_back)
+    at_padding = not slot.wrappers and any(map(reads_padding, _modules_of(model)))
     if not slot.wrappers:
-        mask_function = masks.mask_function(mask_function, chosen, falls_back=falls_back)
+        mask_function = masks.mask_function(mask_function, chosen, falls_back=falls_back, at_padding=at_padding)
         kernel = masks.reads_layout(kernel, dense if falls_back else None)
     # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks.
     shown = chosen.replace("flash", "fa") + (CU_SEQLENS if _needs_cu_seqlens(model, slot) else "")
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
-    name = PREFIX + "_".join([shown, *(["or_dense"] if falls_back else []), *wrappers])
+    suffixes = [*(["or_dense"] if falls_back else []), *(["at_padding"] if at_padding else [])]
+    name = PREFIX + "_".join([shown, *suffixes, *wrappers])
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, mask_function)
     return _set(model, name)
 
 
 def _needs_cu_seqlens(model: Any, slot: SlotBinding) -> bool:
-    modules = (m for m in model.modules() if m.__dict__.get("config") is model.config)
-    return slot.resolution.variant == "bidirectional" and any(map(cu_seqlens_for_flash, modules))
+    return slot.resolution.variant == "bidirectional" and any(map(cu_seqlens_for_flash, _modules_of(model)))
+
+
+def _modules_of(model: Any) -> list[nn.Module]:
+    """The modules with a model's own config, not that of a model in it."""
+    return [m for m in model.modules() if m.__dict__.get("config") is model.config]
 
 
 def dense(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
