@@ -7,6 +7,7 @@ import pytest
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot.bench.run import read_model
 from opslot.cli import main
+from tests.multimodal import write_model
 
 
 def test_kernels_json_keys(capsys):
@@ -253,6 +254,14 @@ def test_bisect_exit_codes(moe_config_folder, capsys):
     assert not found["ok"]
     assert "model.layers.0.self_attn.q_norm" in paths
     assert all(c["kernel"] == "wrong" for c in found["culprits"])
+
+
+def test_bisect_of_a_model_with_images(tmp_path, capsys):
+    write_model(tmp_path)
+    assert main(["bisect", str(tmp_path), "--length", "8"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("no slot breaks parity")
+    assert "checked on text alone" in captured.err
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from opslot._base.pairs import pairs
 from opslot.cli.explain import read_source
 from opslot.models import load_config
 from opslot.models._layers import with_layers
+from opslot.models._modalities import feature_module
+from opslot.verify.random_model import text_ids
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check the model that MODEL_OR_YAML names on random tokens; exit code 1 if a slot breaks parity.
+    """Check the model that MODEL_OR_YAML names on random tokens of text; exit code 1 if a slot breaks parity.
 
     Uses the weights beside config.json; random ones if there are none or --layers is given.
     """
@@ -43,7 +46,10 @@ def run(options: argparse.Namespace) -> int:
         trust_remote_code=source.trust_remote_code,
     )
     generator = torch.Generator().manual_seed(options.seed)
-    tokens = torch.randint(built.config.vocab_size, (batch, length), generator=generator).to(place)
+    text = text_ids(built.config)
+    tokens = text[torch.randint(len(text), (batch, length), generator=generator)].to(place)
+    if feature_module(built) is not None:
+        print("checked on text alone; opslot.bisect(model, batch) takes images, video and audio", file=sys.stderr)
     found = opslot.bisect(built, {"input_ids": tokens, "labels": tokens})
     print(json.dumps({**asdict(found), "ok": found.ok}, indent=2) if options.json else found)
     return 0 if found.ok else 1
