@@ -105,7 +105,9 @@ def _part(name, model_type, config):
         getattr(config, "thinker_config", None), "vision_config", None
     )
     if name in ("feature_extractor", "audio_processor"):
-        audio = getattr(config, "audio_config", None) or getattr(config.thinker_config, "audio_config", None)
+        audio = getattr(config, "audio_config", None) or getattr(
+            getattr(config, "thinker_config", None), "audio_config", None
+        )
         cls = getattr(transformers, feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES[model_type])
         mels = getattr(audio, "num_mel_bins", None)
         options = (

@@ -110,6 +110,22 @@ def test_adapters_on_a_part_raise_with_its_layers(vlm_settings, train):
     assert code == 0, err
 
 
+def test_processor_that_takes_no_text_raises(vlm_settings, monkeypatch):
+    """As Voxtral Realtime's, which makes the tokens of a request from audio."""
+    from transformers import ProcessorMixin
+
+    from opslot.trainer.processors import load_processor
+
+    class OfAudio(ProcessorMixin):
+        def __call__(self, audio=None, **options):
+            raise NotImplementedError
+
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_, **__: OfAudio.__new__(OfAudio))
+    monkeypatch.setattr("opslot.trainer.processors._without_video", lambda name: None)
+    with pytest.raises(ConfigError, match="cannot train with OfAudio, which takes no text"):
+        load_processor(vlm_settings["model"]["config_path"])
+
+
 def test_package_that_a_processor_or_a_model_needs_is_named(vlm_settings, monkeypatch):
     from transformers import AutoConfig, PreTrainedModel
 

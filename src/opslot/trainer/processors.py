@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
     Without torchvision, Transformers has no video processors; a processor is then loaded without its own.
 
     Raises:
-        ConfigError: no processor, or files that cannot be read.
+        ConfigError: no processor, one that takes no text, or files that cannot be read.
     """
     from transformers import AutoProcessor, ProcessorMixin
 
@@ -52,6 +53,12 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
     if not isinstance(processor, ProcessorMixin):
         raise ConfigError(
             f"the processor in {folder} is not complete", found=f"only a {type(processor).__name__}", hint=hint
+        )
+    if "text" not in inspect.signature(type(processor).__call__).parameters:
+        raise ConfigError(
+            f"task vlm cannot train with {type(processor).__name__}, which takes no text: it makes the tokens of a "
+            "conversation from audio alone",
+            hint="use a model whose processor takes text with audio, such as voxtral or qwen3_omni_moe",
         )
     return processor
 
