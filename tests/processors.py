@@ -35,13 +35,18 @@ def write_checkpoint(folder, model_type):
     if hasattr(cls, "num_image_tokens"):
         # GOT-OCR's processor has 256 tokens an image, each of 4 x 4 patches.
         config.vision_config.image_size = 16 * 4 * config.vision_config.patch_size
+    if hasattr(getattr(config, "vision_config", None), "crop_size"):
+        # Phi-4 multimodal's processor has 16 x 16 tokens a crop, each of 2 x 2 patches.
+        config.vision_config.image_size = config.vision_config.crop_size = 32 * config.vision_config.patch_size
     tokenizer = _tokenizer(folder, source)
     parts = {name: _part(name, model_type, config) for name in cls.get_attributes() if name != "tokenizer"}
     processor = cls(**parts, tokenizer=tokenizer, **_settings(cls, config))
     processor.chat_template = _template(processor, model_type)
     processor.save_pretrained(folder)
     thinker = getattr(config, "thinker_config", config)
-    _set_token_ids(thinker, processor)
+    for part in (thinker, *(getattr(thinker, f"{name}_config", None) for name in ("vision", "audio"))):
+        if part is not None:
+            _set_token_ids(part, processor)
     if hasattr(getattr(thinker, "vision_config", None), "vision_use_head"):
         # As in the published checkpoints; its output is not a feature.
         thinker.vision_config.vision_use_head = False

@@ -362,13 +362,11 @@ class MultimodalEncoder(ChatEncoder):
     @property
     def media_tokens(self) -> list[int]:
         """Tokens that the model replaces with features."""
-        found = []
-        for kind in KINDS:
-            for name in (f"{kind}_token_id", f"{kind}_token_index"):
-                value = getattr(self.config, name, None)
-                if isinstance(value, int):
-                    found.append(value)
-        return found
+        # Phi-4 multimodal's are in the configs of its encoders.
+        parts = [self.config, *(getattr(self.config, f"{name}_config", None) for name in ("vision", "audio"))]
+        names = [f"{kind}_token_{form}" for kind in KINDS for form in ("id", "index")]
+        values = (getattr(part, name, None) for part in parts for name in names)
+        return [value for value in values if isinstance(value, int)]
 
     def _placeholders(self, text: str) -> list[str]:
         """Strings in `text` that the processor may replace."""
@@ -380,8 +378,14 @@ class MultimodalEncoder(ChatEncoder):
         self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], used: list[Any], text: str
     ) -> None:
         """Compare the placeholders of images, videos and audio with the features that the model will compute."""
-        if not used and bool(torch.isin(ids, torch.tensor(self.media_tokens)).any()):
+        has_placeholder = bool(torch.isin(ids, torch.tensor(self.media_tokens)).any())
+        if not used and has_placeholder:
             raise SampleError("its text holds a placeholder of an image, video or audio, but it has none")
+        if used and self.media_tokens and not has_placeholder:
+            raise SampleError(
+                f"none of its tokens are those that the model replaces with features ({self.media_tokens} in "
+                "config.json); use the processor and the chat template that ship with the checkpoint"
+            )
         marked = "image" if self._marks_videos_as_images(ids, inputs) else "video"
         features: Counter[str] = Counter()
         for kind in ("image", "video"):
