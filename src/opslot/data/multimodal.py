@@ -172,11 +172,11 @@ class MultimodalEncoder(ChatEncoder):
         tokens["label"] = np.where(self._trained(sample, loaded, ids, expanded), ids, IGNORE_INDEX)
         if self.has_prefix:
             description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
-        self._check_placeholders(ids, inputs, used, sample.text)
         problem = cut_audio(self._component("audio"), loaded["audio"], inputs.get("feature_attention_mask"))
         problem = problem or self._short_audio(sample.text, expanded, loaded["audio"])
         if problem:
             raise SampleError(problem)
+        self._check_placeholders(ids, inputs, used, sample.text)
         self._rotary_positions(ids, inputs, tracks)
         placeholder = torch.isin(ids, torch.tensor(self.media_tokens))
         tokens["label"][placeholder.numpy()] = IGNORE_INDEX
