@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from opslot._base.errors import ConfigError
 from opslot.data import multimodal, multimodal_collation
@@ -312,6 +312,23 @@ def test_videos_marked_as_images_have_the_features_of_videos():
     images = model.get_image_features(**found).pooler_output
     videos = model.get_video_features(pixels, grid).pooler_output
     assert torch.equal(torch.cat(images), torch.cat(videos))
+
+
+def test_token_ids_in_the_configs_of_encoders(encoder_of):
+    """As in Phi-4 multimodal's config; samples are not cut at such tokens."""
+    encoder = encoder_of()
+    encoder.config = PreTrainedConfig()
+    encoder.config.vision_config = PreTrainedConfig(image_token_id=7)
+    encoder.config.audio_config = PreTrainedConfig(audio_token_id=8)
+    assert encoder.media_tokens == [7, 8]
+
+
+def test_image_without_a_token_that_the_model_replaces(encoder_of, tmp_path):
+    encoder = encoder_of()
+    encoder.config.image_token_id = encoder.config.text_config.vocab_size - 1
+    draw(tmp_path / "1.png", 1)
+    _, (problem,), _ = encode(encoder, write(tmp_path, {"messages": talk("1.png")}))
+    assert "none of its tokens are those that the model replaces with features" in problem
 
 
 def test_long_samples(encoder_of, tmp_path):

@@ -189,7 +189,10 @@ def test_processor_of_another_model(settings, train, tmp_path):
 
 def test_config_with_other_token_ids(settings, train, tmp_path):
     """Phi-4 multimodal has the ids in the configs of its encoders, and ignores images without them."""
-    write_checkpoint(tmp_path, "phi4_multimodal")
+    try:
+        write_checkpoint(tmp_path, "phi4_multimodal")
+    except ImportError as error:
+        pytest.skip(str(error).strip().splitlines()[0])
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     config["vision_config"]["image_token_id"] = config["vocab_size"] - 1
