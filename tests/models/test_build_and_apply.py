@@ -267,29 +267,15 @@ def test_explain_shows_experts_set_after_binding():
     assert chosen_now(model, "moe_experts") == ("grouped_mm", "named by moe_implementation")
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: torch.nn.Linear(2, 2), "found nothing to bind in Linear"),
-        (lambda: _subclass()(config_of("qwen3")), "your own subclass of Qwen3ForCausalLM"),
-    ],
-)
-def test_apply_to_an_unsupported_model_raises(make, message):
-    with pytest.raises(ConfigError, match=message):
-        opslot.apply(make())
+def test_apply_to_a_module_without_slots_raises():
+    with pytest.raises(ConfigError, match="found nothing to bind in Linear"):
+        opslot.apply(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("call", [opslot.apply, opslot.restore])
 def test_non_module_raises(call):
     with pytest.raises(ConfigError, match=rf"opslot\.{call.__name__} takes a model, found 'path/to/model'"):
         call("path/to/model")
-
-
-def _subclass():
-    class Mine(transformers.Qwen3ForCausalLM):
-        pass
-
-    return Mine
 
 
 def test_replaced_forward_is_reported():

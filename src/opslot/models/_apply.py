@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._registry import architecture_of
+from opslot.models._subclasses import derived, overridden, with_slots
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
-from opslot.slots.protocol import ADOPT, copy_upstream_globals, set_replaced_forward
+from opslot.slots.protocol import ADOPT, copy_upstream_globals, derived_from, set_replaced_forward
 
 if TYPE_CHECKING:
     import torch
@@ -55,12 +56,7 @@ def apply(
             ),
         )
     for module, old, new in moves:
-        copy_upstream_globals(old, new)
-        module.__class__ = new
-        if "forward" in module.__dict__:
-            set_replaced_forward(
-                module, "forward was replaced on this instance before opslot.apply (a hook of accelerate, a hub kernel)"
-            )
+        _give_class(module, old, new)
     try:
         report = bind(model, config, device=device, dtype=dtype)
     except Exception:
@@ -78,6 +74,18 @@ def apply(
     keep_documents_from_towers(model)
     give_documents(model)
     return report
+
+
+def _give_class(module: Any, old: type, new: type) -> None:
+    found = derived(old) if derived_from(new) is not None else None
+    copy_upstream_globals(*(found or (old, new)))
+    module.__class__ = new
+    if found is not None:
+        _record_outputs_of(module)
+    problem = overridden(new)
+    if "forward" in module.__dict__:
+        problem = "forward was replaced on this instance before opslot.apply (a hook of accelerate, a hub kernel)"
+    set_replaced_forward(module, problem)
 
 
 def restore(model: Any) -> Any:
@@ -98,6 +106,7 @@ def restore(model: Any) -> Any:
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None
+        original = original or derived_from(type(module))
         if original is not None:
             module.__class__ = original
             set_replaced_forward(module, None)
@@ -129,10 +138,12 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
     """(module, class now, generated class) for every module of a known architecture."""
     moves: list[tuple[Any, type, type]] = []
     for path, module in model.named_modules():
-        cls = type(module)
+        cls: Any = type(module)
         architecture = architecture_of(cls, generated=False)
         if architecture is None:
-            _check_subclass(path, cls)
+            _check_sharded(path, cls)
+            if derived_from(cls) is None and derived(cls) is not None:
+                moves.append((module, cls, with_slots(cls)))
             continue
         new = architecture.generated_class(cls.__name__)
         if new is not None:
@@ -140,23 +151,13 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
     return moves
 
 
-def _check_subclass(path: str, cls: type) -> None:
-    """Raise for a class that FSDP2 or the user derived from Transformers', which an instance has to keep."""
-    if cls.__module__.startswith("transformers."):
-        # An architecture that builds on another's classes, and has no slots in its module.
-        return
-    for base in cls.__mro__[1:]:
-        architecture = architecture_of(base, generated=False)
-        if architecture is None:
-            continue
-        if cls.__name__.startswith("FSDP"):
-            raise ConfigError(
-                f"{path or 'the model'} is sharded already ({cls.__name__})",
-                hint="call opslot.apply before fully_shard",
-            )
+def _check_sharded(path: str, cls: type) -> None:
+    """Raise for a class that FSDP2 derived from Transformers', which an instance has to keep."""
+    known = any(architecture_of(base, generated=False) for base in cls.__mro__)
+    if cls.__name__.startswith("FSDP") and known and derived_from(cls) is None:
         raise ConfigError(
-            f"{path or 'the model'} is a {cls.__qualname__}, your own subclass of {base.__name__}",
-            hint=f"derive it from {architecture.generated}.{base.__name__} instead, a drop-in class with slots",
+            f"{path or 'the model'} is sharded already ({cls.__name__})",
+            hint="call opslot.apply before fully_shard",
         )
 
 

@@ -13,6 +13,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
   no kernel serves its attention.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
 - `_opslot_adopt`: method that `apply` calls on an instance of another class that it moved to this one.
+- `_opslot_derived_from`: of a class that `apply` made for instances of a user's class, that class.
 - `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
 
 On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
@@ -41,6 +42,7 @@ LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
 ADOPT = PREFIX + "adopt"
 SUB_MODEL = PREFIX + "sub_model"
+_DERIVED_FROM = PREFIX + "derived_from"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
 _ATTACHED = PREFIX + "attached"
@@ -163,6 +165,15 @@ def copy_upstream_globals(original: type, generated: type) -> None:
     """Give a generated module the globals that constructors of its original assigned, for an instance of `original`."""
     source, target = (vars(sys.modules[cls.__module__]) for cls in (original, generated))
     target.update({name: source[name] for name in target.get(UPSTREAM_GLOBALS, ()) if name in source})
+
+
+def derived_from(cls: type) -> Any:
+    """The user's class that `cls` was made from, to have slots; None for other classes."""
+    return getattr(cls, _DERIVED_FROM, None)
+
+
+def set_derived_from(cls: type, original: type) -> None:
+    setattr(cls, _DERIVED_FROM, original)
 
 
 def sub_model(cls: type) -> SubModel | None:
