@@ -18,9 +18,9 @@ from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter, Converter, SlicingConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.hub_names import ConvertedTensors, HubNames, HubTensorConverter
-from opslot.checkpoint.model_tensors import ModelTensors, Target
+from opslot.checkpoint.model_tensors import ModelTensors
 from opslot.checkpoint.quantized import whole_tensor
-from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
+from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry, TensorSpec
 from opslot.checkpoint.tensor_slice import TensorSlice, is_numeric_cast, volume
 
 
@@ -247,7 +247,7 @@ class _Mapper:
             hint = "give the whole checkpoint, or name them in allow_missing to initialize them randomly"
             self.problems.add("parameters that the checkpoint does not have", self._describe(target), hint)
 
-    def _describe(self, target: Target) -> str:
+    def _describe(self, target: TensorSpec) -> str:
         """A tensor of the model, with its source keys if they differ."""
         item = f"{target.name} {list(target.shape)}"
         stored = [target.name] if self.names is None else self.names.source_keys_of(target.name)
