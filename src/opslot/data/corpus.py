@@ -19,8 +19,7 @@ import numpy as np
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
 from opslot.data.collation import LABELED
-from opslot.data.encoder import Encoder
-from opslot.data.packing import MediaDocument
+from opslot.data.encoder import Encoder, MediaDocument
 from opslot.data.records import ByteRange, split_into_shards
 from opslot.data.sources import no_text
 from opslot.data.tokenizing import TokenizingProcesses

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,20 @@ STRINGS = ("string", "large_string", "string_view")
 
 class SampleError(ValueError):
     """A sample that cannot be trained on, without its location."""
+
+
+class MediaDocument(NamedTuple):
+    """A document with images, video or audio.
+
+    Attributes:
+        tokens: `LABELED`, with the placeholders of the media.
+        extra: what its features are computed from when it is in a batch.
+        cost: estimated FLOPs of the encoders of its media, in tokens of the language model.
+    """
+
+    tokens: np.ndarray
+    extra: bytes
+    cost: float
 
 
 class Encoder(Protocol):

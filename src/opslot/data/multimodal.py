@@ -21,7 +21,7 @@ import torch
 from opslot._base.errors import ConfigError, DataError
 from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
 from opslot.data.collation import IGNORE_INDEX, LABELED
-from opslot.data.encoder import SampleError, digest
+from opslot.data.encoder import MediaDocument, SampleError, digest
 from opslot.data.encoder_cost import encoder_cost
 from opslot.data.expanded_text import moved_spans
 from opslot.data.media import (
@@ -36,7 +36,6 @@ from opslot.data.media import (
     to_bytes,
 )
 from opslot.data.media_parts import COLUMNS, has_unused_tag, separate_media
-from opslot.data.packing import MediaDocument
 from opslot.data.processor_call import audio_without_tokens, call_processor, cut_audio, source_has
 from opslot.data.records import Location
 from opslot.data.rope_positions import RopePositions

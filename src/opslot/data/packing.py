@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -22,20 +22,6 @@ from opslot.data.collation import make_sample
 
 if TYPE_CHECKING:
     from opslot.data.corpus import TokenCorpus, TokenShard
-
-
-class MediaDocument(NamedTuple):
-    """A document with images, video or audio.
-
-    Attributes:
-        tokens: `LABELED`, with the placeholders of the media.
-        extra: what its features are computed from when it is in a batch.
-        cost: estimated FLOPs of the encoders of its media, in tokens of the language model.
-    """
-
-    tokens: np.ndarray
-    extra: bytes
-    cost: float
 
 
 # Shards in the largest shuffle buffer: 256 MiB of text.

@@ -1,6 +1,6 @@
 """Callbacks: evaluation, metrics, progress, checkpoints and the final export."""
 
-from opslot.trainer.callbacks.base import Callback, StepRecord
+from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
 from opslot.trainer.callbacks.profile import PROFILE_FOLDER, ProfileCallback
 from opslot.trainer.callbacks.progress import ProgressCallback
 from opslot.trainer.callbacks.writers import (
@@ -36,6 +36,7 @@ __all__ = [
     "StepRecord",
     "TensorBoardCallback",
     "TrackioCallback",
+    "Trainer",
     "WandbCallback",
     "read_metrics",
 ]
