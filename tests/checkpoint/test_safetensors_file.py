@@ -38,8 +38,8 @@ def test_safetensors_reads_what_opslot_writes(
 ) -> None:
     tensors = {name: random_bits(*args) for name, args in described.items() if name != "__metadata__"}
     file = tmp_path / "ours.safetensors"
-    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    write_safetensors(file, specs, lambda spec: tensors[spec.name])
+    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
+    write_safetensors(file, specs, tensors.values())
     found = safetensors.torch.load_file(file)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -121,7 +121,7 @@ def test_corrupt_headers(tmp_path: Path, header: object, message: str) -> None:
 
 def test_header_is_aligned_and_views_share_memory(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
-    write_safetensors(file, [TensorSpec("x", torch.float64, (3,))], lambda spec: torch.arange(3, dtype=torch.float64))
+    write_safetensors(file, [TensorSpec("x", torch.float64, (3,))], [torch.arange(3, dtype=torch.float64)])
     (entry,) = read_header(file)
     mapped = MappedFile(file)
     assert entry.start % 8 == 0

@@ -17,7 +17,7 @@ def corpus_of(tmp_path, tokenizer):
         file.write_text(
             "".join(f'{{"text": "{letters[i % 26] * (length - 1)}"}}\n' for i, length in enumerate(lengths))
         )
-        return open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"))
+        return open_corpus([file], TextEncoder(tokenizer), cache_dir=str(tmp_path / "cache"))
 
     return make
 
@@ -31,8 +31,8 @@ def read_documents(tokenizer):
         encoder = TextEncoder(tokenizer, text_field)
         for file in files:
             encoder.inspect(file, "auto", problems)
-        shards = [] if problems else split_into_shards(files, encoder.columns, 4 << 20, problems)
-        documents = [text for shard in shards for text in read_ranges(shard, text_field, sample_by, problems)]
+        shards = [] if problems else split_into_shards(files, encoder.columns, 4 << 20, problems, sample_by=sample_by)
+        documents = [text for shard in shards for text in read_ranges(shard, text_field, problems)]
         if not problems and not documents:
             problems.append(no_text(files))
         if problems:

@@ -20,3 +20,9 @@ class Corpus:
 
     def tokens(self, document, start=0, stop=None):
         return np.full(int(self.lengths[document]), document, dtype=np.int32)[start:stop]
+
+    def extra(self, document):
+        return None
+
+    def cost(self, document):
+        return 0.0

@@ -72,7 +72,7 @@ def encode(encoder, tmp_path, records, name="a.jsonl"):
     """Documents, problems and counts of records, in a file each time."""
     file = tmp_path / name
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    corpus = open_corpus([file], encoder.tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache"))
+    corpus = open_corpus([file], encoder, cache_dir=str(tmp_path / "cache"))
     shard = corpus.shard(0)
     return [shard.tokens(number) for number in range(len(shard.lengths))], corpus.sample_counts()
 
@@ -242,7 +242,7 @@ def test_arrow_structures_with_missing_fields(chat_tokenizer, tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"messages": pa.array(rows, kind), "id": ["x"]}), file)
     encoder = encoder_of(chat_tokenizer, CHATML)
-    corpus = open_corpus([file], chat_tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache"))
+    corpus = open_corpus([file], encoder, cache_dir=str(tmp_path / "cache"))
     assert np.array_equal(corpus.shard(0).tokens(0), encode(encoder, tmp_path, [{"messages": TALK}])[0][0])
 
 
@@ -294,7 +294,7 @@ def test_malformed_records_are_skipped_and_counted(chat_tokenizer, tmp_path, tex
 
     def corpus_of(**options):
         encoder = encoder_of(chat_tokenizer, CHATML, **options)
-        return open_corpus([tmp_path / "a.json"], chat_tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache"))
+        return open_corpus([tmp_path / "a.json"], encoder, cache_dir=str(tmp_path / "cache"))
 
     corpus = corpus_of(on_bad_sample="skip")
     assert len(corpus.shard(0).lengths) == 1
@@ -308,7 +308,7 @@ def test_damaged_files_are_not_skipped(chat_tokenizer, tmp_path):
     encoder = encoder_of(chat_tokenizer, CHATML, on_bad_sample="skip")
     (tmp_path / "a.json").write_text(f"[{json.dumps(GOOD)}, {{")
     with pytest.raises(DataError, match="not a JSON array"):
-        open_corpus([tmp_path / "a.json"], chat_tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache")).shard(0)
+        open_corpus([tmp_path / "a.json"], encoder, cache_dir=str(tmp_path / "cache")).shard(0)
 
 
 def test_long_samples_are_truncated_at_the_end(chat_tokenizer, tmp_path):
@@ -354,7 +354,7 @@ def test_packed_labels_equal_padded_ones(chat_tokenizer, tmp_path):
     records = [{"messages": [*TALK[:4], {"role": "assistant", "content": "x" * n}]} for n in range(1, 8)]
     encoder = encoder_of(chat_tokenizer, CHATML, max_seq_len=128)
     encode(encoder, tmp_path, records)
-    corpus = open_corpus([tmp_path / "a.jsonl"], chat_tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache"))
+    corpus = open_corpus([tmp_path / "a.jsonl"], encoder, cache_dir=str(tmp_path / "cache"))
     dataset = PackedDataset(corpus, 128, packing=False, shuffle=False)
     packed = list(evaluation_batches(dataset, 1, 256))
     assert 1 < len(packed) < len(records)

@@ -5,6 +5,7 @@ import pytest
 
 from opslot._base.errors import DataError
 from opslot.data import load_tokenizer, open_corpus
+from opslot.data.encoder import TextEncoder
 
 
 def test_tokens_and_end_of_sequence(tmp_path, tokenizer):
@@ -12,7 +13,7 @@ def test_tokens_and_end_of_sequence(tmp_path, tokenizer):
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
     files = sorted(tmp_path.glob("*.txt"))
-    corpus = open_corpus(files, tokenizer, cache_dir=str(tmp_path / "cache"))
+    corpus = open_corpus(files, TextEncoder(tokenizer), cache_dir=str(tmp_path / "cache"))
     shard = corpus.shard(0)
     for i, text in enumerate(texts):
         assert tokenizer.decode(shard.tokens(i)[:-1]) == text
@@ -29,19 +30,19 @@ def test_cache_is_used_until_a_file_changes(tmp_path, tokenizer, monkeypatch):
     file = tmp_path / "a.txt"
     file.write_text("one")
     cache = str(tmp_path / "cache")
-    first = open_corpus([file], tokenizer, cache_dir=cache)
+    first = open_corpus([file], TextEncoder(tokenizer), cache_dir=cache)
     old = first.shard(0).tokens(0)
     monkeypatch.setattr("opslot.data.encoder.read_ranges", lambda *_: pytest.fail("read again"))
-    again = open_corpus([file], tokenizer, cache_dir=cache)
+    again = open_corpus([file], TextEncoder(tokenizer), cache_dir=cache)
     assert again.is_complete
     assert np.array_equal(again.shard(0).tokens(0), old)
     monkeypatch.undo()
     file.write_text("two")
     os.utime(file, ns=(1, 1))
-    second = open_corpus([file], tokenizer, cache_dir=cache)
+    second = open_corpus([file], TextEncoder(tokenizer), cache_dir=cache)
     assert second.identity != first.identity
     assert not np.array_equal(second.shard(0).tokens(0), old)
-    without_end = open_corpus([file], tokenizer, append_eos=False, cache_dir=cache)
+    without_end = open_corpus([file], TextEncoder(tokenizer, append_eos=False), cache_dir=cache)
     assert without_end.num_tokens() == second.num_tokens() - 1
 
 
@@ -50,7 +51,7 @@ def test_malformed_data_leaves_no_cache(tmp_path, tokenizer):
     file.write_text('{"text": "good"}\nbad\n')
     cache = tmp_path / "cache"
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: not JSON"):
-        open_corpus([file], tokenizer, cache_dir=str(cache)).shard(0)
+        open_corpus([file], TextEncoder(tokenizer), cache_dir=str(cache)).shard(0)
     assert not list(cache.rglob("*.arrow"))
 
 
@@ -58,7 +59,7 @@ def test_cache_folder_that_cannot_be_written_raises(tmp_path, tokenizer):
     file = tmp_path / "a.txt"
     file.write_text("one")
     with pytest.raises(DataError, match=r"cannot be written to .*below: "):
-        open_corpus([file], tokenizer, cache_dir=str(file / "below")).shard(0)
+        open_corpus([file], TextEncoder(tokenizer), cache_dir=str(file / "below")).shard(0)
 
 
 def test_tokenizer_without_eos_raises_with_append_eos(tmp_path, tokenizer):
@@ -69,5 +70,5 @@ def test_tokenizer_without_eos_raises_with_append_eos(tmp_path, tokenizer):
     file = tmp_path / "a.txt"
     file.write_text("one")
     with pytest.raises(DataError, match="has no end-of-sequence token"):
-        open_corpus([file], bare)
-    assert open_corpus([file], bare, append_eos=False, cache_dir=str(tmp_path / "c")).num_tokens() == 3
+        TextEncoder(bare)
+    assert open_corpus([file], TextEncoder(bare, append_eos=False), cache_dir=str(tmp_path / "c")).num_tokens() == 3

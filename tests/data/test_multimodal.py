@@ -43,7 +43,7 @@ def encode(encoder, file):
     problems, counts = [], Counter()
     encoder.inspect(file, "auto", problems)
     shards = [] if problems else split_into_shards([file], encoder.columns, 1 << 20, problems)
-    found = [doc for shard in shards for batch in encoder.encode(shard, "document", problems, counts) for doc in batch]
+    found = [doc for shard in shards for batch in encoder.encode(shard, problems, counts) for doc in batch]
     return found, problems, counts
 
 
@@ -329,6 +329,15 @@ def test_image_without_a_token_that_the_model_replaces(encoder_of, tmp_path):
     draw(tmp_path / "1.png", 1)
     _, (problem,), _ = encode(encoder, write(tmp_path, {"messages": talk("1.png")}))
     assert "none of its tokens are those that the model replaces with features" in problem
+
+
+def test_long_sample_is_not_malformed(encoder_of, tmp_path):
+    """`data.on_bad_sample: skip` leaves out malformed samples alone; `data.long_samples` decides about long ones."""
+    png(tmp_path)
+    file = write(tmp_path, {"messages": talk("1.png")})
+    documents, (problem,), counts = encode(encoder_of(max_seq_len=8, on_bad_sample="skip"), file)
+    assert (documents, counts) == ([], {})
+    assert "more than data.max_seq_len=8; increase it, lower data.max_pixels, or set data.long_samples" in problem
 
 
 def test_long_samples(encoder_of, tmp_path):

@@ -16,7 +16,6 @@ from opslot.data import (
     evaluation_batches,
     split_documents,
 )
-from opslot.data.loader import _SampleNumbers
 from tests.data.in_memory import Corpus
 
 
@@ -209,7 +208,7 @@ def test_samples_of_similar_attention_run_at_the_same_time(micro_batch_size):
             SampleLoader(samples, micro_batch_size, rank=rank, world_size=4, step_samples=step_samples)
             for rank in range(4)
         ]
-        batches = [iter(_SampleNumbers(loader)) for loader in loaders]
+        batches = [loader.sample_numbers() for loader in loaders]
         total, longest, seen = 0, 0, []
         for _ in range(64 // 4 // micro_batch_size):
             of_ranks = [next(batch) for batch in batches]

@@ -9,6 +9,7 @@ import pytest
 
 from opslot._base.errors import DataError
 from opslot.data import MixedDataset, PackedDataset, find_files, open_corpus
+from opslot.data.encoder import TextEncoder
 
 TEXTS = [f"text {number} ü" for number in range(40)]
 RECORDS = [{"text": text, "n": {"deep": [1, "]"]}} for text in TEXTS]
@@ -69,8 +70,9 @@ def test_arrow_files_in_shards_of_any_size(tmp_path, tokenizer, kind, max_bytes)
     write = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
     with write(str(tmp_path / "a.arrow"), table.schema) as sink:
         sink.write_table(table, max_chunksize=7)
-    options = {"append_eos": False, "cache_dir": str(tmp_path / "cache")}
-    corpus = open_corpus([tmp_path / "a.arrow"], tokenizer, shard_bytes=max_bytes, **options)
+    encoder = TextEncoder(tokenizer, append_eos=False)
+    cache = str(tmp_path / "cache")
+    corpus = open_corpus([tmp_path / "a.arrow"], encoder, shard_bytes=max_bytes, cache_dir=cache)
     assert (len(corpus.sizes) > 1) == (max_bytes == 50)
     shards = [corpus.shard(number) for number in range(len(corpus.sizes))]
     found = [tokenizer.decode(shard.tokens(i)) for shard in shards for i in range(len(shard.lengths))]
@@ -97,7 +99,7 @@ def test_mixture_visits_each_data_set_in_its_own_order(corpus_of, tmp_path, toke
     for count in (30, 12):
         file = tmp_path / f"{count}.jsonl"
         file.write_text("".join(f'{{"text": "{"x" * (1 + i % 5)}{i}"}}\n' for i in range(count)))
-        corpus = open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"))
+        corpus = open_corpus([file], TextEncoder(tokenizer), cache_dir=str(tmp_path / "cache"))
         sets.append(PackedDataset(corpus, 16, packing=False, seed=3))
     mixed = MixedDataset(sets, [1, 3], ["a", "b"], seed=3)
     assert mixed.samples_per_epoch == 42

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
 from opslot.data import TokenShard, open_corpus
+from opslot.data.encoder import TextEncoder
 from opslot.data.records import read_ranges, split_into_shards
 
 NEWLINES = ("\n", "\r\n", "\n\n", "\r\n\r\n", "\n\n\n")
@@ -23,9 +24,9 @@ parts = st.lists(st.tuples(st.sampled_from(["", "a", "bÃ¼", "word and word", "ðŸ
 
 def documents_of(files, max_bytes, sample_by="document"):
     problems = []
-    shards = split_into_shards(files, {file: ["text"] for file in files}, max_bytes, problems)
+    shards = split_into_shards(files, {file: ["text"] for file in files}, max_bytes, problems, sample_by=sample_by)
     assert all(len(shard) == 1 or sum(part.size for part in shard) <= max_bytes for shard in shards)
-    documents = [text for shard in shards for text in read_ranges(shard, "text", sample_by, problems)]
+    documents = [text for shard in shards for text in read_ranges(shard, "text", problems)]
     assert problems == []
     return documents
 
@@ -74,7 +75,7 @@ def test_error_has_the_line_number_in_the_file(tmp_path):
     file.write_text('{"text": "good"}\n' * 50 + "bad\n" + '{"text": "good"}\n' * 50)
     problems = []
     shards = split_into_shards([file], {file: ["text"]}, 100, problems)
-    found = [len(list(read_ranges(shard, "text", "document", problems))) for shard in shards]
+    found = [len(list(read_ranges(shard, "text", problems))) for shard in shards]
     assert sum(found) == 100
     assert [problem.split(": ")[0] for problem in problems] == [f"{file}, line 51"]
 
@@ -86,7 +87,9 @@ def corpus(tmp_path, tokenizer):
     file.write_text("".join(json.dumps({"text": f"{number:03}"}) + "\n" for number in range(200)))
 
     def make(**options):
-        return open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"), shard_bytes=320, **options)
+        return open_corpus(
+            [file], TextEncoder(tokenizer), cache_dir=str(tmp_path / "cache"), shard_bytes=320, **options
+        )
 
     return make
 
@@ -184,7 +187,7 @@ def test_processes_tokenize_ahead_and_exit(corpus, tokenizer):
 def test_error_of_a_process_is_raised_before_its_shard_is_needed(tmp_path, tokenizer):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "good"}\n' * 50 + "bad\n")
-    one = open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"), shard_bytes=170)
+    one = open_corpus([file], TextEncoder(tokenizer), cache_dir=str(tmp_path / "cache"), shard_bytes=170)
     one.start_processes(1, list(range(len(one.sizes))))
     wait_for(lambda: one._processes._members[0][0].exitcode is not None)
     with pytest.raises(DataError, match="line 51: not JSON"):
@@ -249,7 +252,7 @@ def test_long_wait_is_logged(corpus, monkeypatch, caplog):
 
 def test_missing_file_raises(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"gone\.txt: No such file or directory"):
-        open_corpus([tmp_path / "gone.txt"], tokenizer, cache_dir=str(tmp_path / "cache"))
+        open_corpus([tmp_path / "gone.txt"], TextEncoder(tokenizer), cache_dir=str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(

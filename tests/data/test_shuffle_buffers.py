@@ -24,6 +24,12 @@ class Shard:
         first = 100_000 * self.number + 1000 * document
         return np.arange(first, first + self.lengths[document], dtype=np.uint32)[start:stop]
 
+    def extra(self, document):
+        return None
+
+    def cost(self, document):
+        return 0.0
+
 
 class Corpus:
     """Shards in memory: token t of document d of shard b is the number 100,000 b + 1,000 d + t."""

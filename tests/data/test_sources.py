@@ -6,6 +6,7 @@ import pytest
 
 from opslot._base.errors import DataError
 from opslot.data import find_files, open_corpus
+from opslot.data.encoder import TextEncoder
 
 
 def write(path, text):
@@ -163,9 +164,9 @@ def test_json_lines_extensions(tmp_path, suffix, read_documents):
 
 def test_format_overrides_the_extension(tmp_path, tokenizer):
     file = write(tmp_path / "a.log", '{"text": "ab"}\n')
-    lengths = {}
+    lengths, encoder = {}, TextEncoder(tokenizer, append_eos=False)
     for format in ("text", "jsonl"):
-        corpus = open_corpus([file], tokenizer, format=format, append_eos=False, cache_dir=str(tmp_path / "cache"))
+        corpus = open_corpus([file], encoder, format=format, cache_dir=str(tmp_path / "cache"))
         lengths[format] = corpus.num_tokens()
     assert lengths == {"text": 15, "jsonl": 2}
 

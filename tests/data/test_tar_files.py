@@ -19,7 +19,7 @@ def write_tar(file, members):
 def read(file):
     problems = []
     shards = split_into_shards([file], {}, 1 << 20, problems)
-    records = [record for shard in shards for record in read_records(shard, {}, "document", problems)]
+    records = [record for shard in shards for record in read_records(shard, {}, problems)]
     return records, problems
 
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from opslot.data import load_tokenizer, open_corpus
+from opslot.data.encoder import TextEncoder
 from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks import read_metrics
 
@@ -71,7 +72,9 @@ def test_hash_of_large_files_samples_their_content(tmp_path, tokenizer, monkeypa
 
     def identity(content):
         file.write_bytes(content)
-        return open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache")).identity["data.train_path"]
+        return open_corpus([file], TextEncoder(tokenizer), cache_dir=str(tmp_path / "cache")).identity[
+            "data.train_path"
+        ]
 
     text = b"0123456789" * 1000
     assert identity(text) == identity(text)
@@ -99,7 +102,9 @@ def test_special_tokens_in_the_text(tmp_path, tokenizer):
     file.write_text("a<eos>b")
 
     def ids(split):
-        corpus = open_corpus([file], tokenizer, split_special_tokens=split, cache_dir=str(tmp_path / "cache"))
+        corpus = open_corpus(
+            [file], TextEncoder(tokenizer, split_special_tokens=split), cache_dir=str(tmp_path / "cache")
+        )
         return corpus.shard(0).tokens(0).tolist()
 
     assert ids(False).count(tokenizer.eos_token_id) == 2

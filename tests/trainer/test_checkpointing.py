@@ -38,7 +38,8 @@ def save(folder, step, keep=None, seed=0):
 
 
 def snapshot(step, model, optimizer):
-    return checkpointing.take_snapshot(step, model, optimizer, {"tokens_seen": 9, "data": {}}, {"rows": []})
+    state = {"tokens_seen": 9, "data": {}, "random": [random_states()]}
+    return training_state.take_snapshot(step, model, optimizer, state, {"rows": []})
 
 
 def test_tensors_and_optimizer_round_trip_bit_for_bit(tmp_path):
@@ -51,7 +52,7 @@ def test_tensors_and_optimizer_round_trip_bit_for_bit(tmp_path):
         for name, value in optimizer.state[a].items():
             assert torch.equal(value, other_optimizer.state[b][name]), name
     assert other[2].weight is other[0].weight
-    state, kernels = checkpointing.read_state(folder)
+    state, kernels = training_state.read_state(folder)
     assert (state["step"], state["tokens_seen"], kernels) == (3, 9, {"rows": []})
 
 
@@ -280,7 +281,7 @@ def test_forged_state_raises(tmp_path, entries):
     folder = save(tmp_path, 1)
     with_state_entries(folder, **entries)
     with pytest.raises(CheckpointError, match=r"step_00000001 cannot be read\n  found: "):
-        checkpointing.read_state(folder)
+        training_state.read_state(folder)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "", "\xff", '{"step": 1e999}'])
@@ -288,7 +289,7 @@ def test_state_that_is_not_json_raises(tmp_path, text):
     folder = save(tmp_path, 1)
     (folder / training_state.STATE_FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match="step_00000001 cannot be read"):
-        checkpointing.read_state(folder)
+        training_state.read_state(folder)
 
 
 @pytest.mark.parametrize("name", [training_state.STATE_FILE, training_state.KERNELS_FILE, "__0_0.distcp", ".metadata"])
@@ -334,7 +335,7 @@ def test_checkpoints_are_sorted_by_step_number(tmp_path):
 
 def test_checkpoint_under_another_name_is_complete_and_loaded(tmp_path):
     folder = save(tmp_path, 1).rename(tmp_path / "best")
-    assert checkpointing.is_complete(folder)
+    assert training_state.is_complete(folder)
     model, optimizer = trained(3)
     load_snapshot(folder, model, optimizer)
     assert torch.equal(model[1].weight, trained(0)[0][1].weight)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from opslot.checkpoint import training_state
 from opslot.trainer import checkpointing, cli_train
 from opslot.trainer.callbacks import read_metrics
 
@@ -149,4 +150,4 @@ def test_full_disk_on_one_rank_raises_on_all(config, start, tmp_path):
     assert "rank 1: [Errno 27] File too large" in output
     assert "Traceback" not in output
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["step_00000002"]
-    checkpointing.read_state(Path(tmp_path / "run" / "checkpoints" / "step_00000002"))
+    training_state.read_state(Path(tmp_path / "run" / "checkpoints" / "step_00000002"))

@@ -233,9 +233,9 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
     def write() -> None:
         if not is_first_rank():
             return
-        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()]
+        specs = [TensorSpec.of(name, tensor) for name, tensor in whole.items()]
         with staged_folder(folder, sum(spec.nbytes for spec in specs)) as stage:
-            write_safetensors(stage / ADAPTER_WEIGHTS, specs, lambda spec: whole[spec.name])
+            write_safetensors(stage / ADAPTER_WEIGHTS, specs, whole.values())
             config.save_pretrained(str(stage))
 
     on_all_ranks(write) if any(isinstance(tensor, DTensor) for tensor in own.values()) else write()

@@ -18,9 +18,9 @@ from opslot.checkpoint._report import Problems
 from opslot.checkpoint.experts import ExpertTensorConverter, check_layout, expert_targets_of_checkpoint
 from opslot.checkpoint.folder import INDEX, read_config, read_folder, staged_folder
 from opslot.checkpoint.mapping import MappedSlice, map_tensors
-from opslot.checkpoint.model_tensors import ModelTensors, Target
+from opslot.checkpoint.model_tensors import ModelTensors
 from opslot.checkpoint.quantized import dequantized_entries, open_tensor, quantization_of
-from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
+from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry, TensorSpec
 from opslot.checkpoint.save import outputs_for, parse_size, shard_outputs, write_shards
 from opslot.checkpoint.tensor_slice import TensorSlice, copy_overlap, extent, intersect
 
@@ -74,8 +74,7 @@ def convert_folder(
             hint="give a mixture-of-experts checkpoint",
         )
     model, slices = _map(source, entries, experts)
-    described = {name: (target.dtype, target.shape) for name, target in model.targets.items()}
-    shards = shard_outputs(outputs_for(described, experts, layout), max_bytes)
+    shards = shard_outputs(outputs_for(model.targets, experts, layout), max_bytes)
     with staged_folder(destination, sum(output.spec.nbytes for shard in shards.values() for output in shard)) as stage:
         write_shards(stage, shards, _Reader(model, slices))
         _copy_companions(source, stage, {entry.file.name for entry in entries.values()})
@@ -126,13 +125,13 @@ def _map(
     """The tensors of a model of this checkpoint, and the slices that fill each; checked for completeness."""
     problems = Problems(f"checkpoint {str(source)!r} cannot be converted")
     converter = ExpertTensorConverter(experts)
-    targets: dict[str, Target] = {}
+    targets: dict[str, TensorSpec] = {}
     for name, entry in entries.items():
         target = converter.target_of(name)
         if target is None:
-            targets[name] = Target(name, entry.shape, entry.dtype)
+            targets[name] = TensorSpec(name, entry.dtype, entry.shape)
             continue
-        first = targets.setdefault(target, Target(target, experts[target], entry.dtype))
+        first = targets.setdefault(target, TensorSpec(target, entry.dtype, experts[target]))
         if first.dtype != entry.dtype:
             item = f"{name}: {entry.dtype}, others of {target}: {first.dtype}"
             problems.add("experts of several dtypes", item, "save them in one dtype first")

@@ -7,16 +7,14 @@ tensors a layer in the model, are `block_sparse_moe.experts.<e>.w1.weight` and s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opslot.checkpoint.hub_names import transformers_view
-
-Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and whole shape of each tensor, by name."""
+from opslot.checkpoint.safetensors_file import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -25,12 +23,12 @@ class HubGroup:
 
     Attributes:
         sources: the model's names.
-        results: the checkpoint's names, with dtype and shape.
+        results: the checkpoint's.
         converts: whether values are split, merged or transposed; otherwise the one source is only renamed.
     """
 
     sources: tuple[str, ...]
-    results: Described
+    results: Sequence[TensorSpec]
     converts: bool
 
 
@@ -57,7 +55,7 @@ class HubFormat:
         self._converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
         self._renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
 
-    def groups(self, tensors: Described) -> list[HubGroup]:
+    def groups(self, tensors: Mapping[str, TensorSpec]) -> list[HubGroup]:
         """The model's tensors grouped by the conversion that they share, in the model's order."""
         grouped: dict[tuple[int, str], list[str]] = {}
         for name in tensors:
@@ -77,15 +75,16 @@ class HubFormat:
                 return index, renamed
         return -1, name
 
-    def _group(self, key: tuple[int, str], names: Sequence[str], tensors: Described) -> HubGroup:
+    def _group(self, key: tuple[int, str], names: Sequence[str], tensors: Mapping[str, TensorSpec]) -> HubGroup:
         index, name = key
         if index < 0:
             renamed = name
             for renaming in self._renamings:
                 renamed, _ = renaming.rename_source_key(renamed)
-            return HubGroup((name,), {renamed: tensors[name]}, converts=False)
-        sources = {name: torch.empty(tensors[name][1], dtype=tensors[name][0], device="meta") for name in names}
-        results = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.convert(sources).items()}
+            return HubGroup((name,), [replace(tensors[name], name=renamed)], converts=False)
+        specs = [tensors[name] for name in names]
+        sources = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs}
+        results = [TensorSpec.of(name, tensor) for name, tensor in self.convert(sources).items()]
         return HubGroup(tuple(names), results, converts=True)
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint._report import Problems
-from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
+from opslot.checkpoint.converter import CheckpointTensorConverter, Converter, SlicingConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.hub_names import ConvertedTensors, HubNames, HubTensorConverter
-from opslot.checkpoint.model_tensors import ModelTensors, Target
+from opslot.checkpoint.model_tensors import ModelTensors
 from opslot.checkpoint.quantized import whole_tensor
-from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
+from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry, TensorSpec
 from opslot.checkpoint.tensor_slice import TensorSlice, is_numeric_cast, volume
 
 
@@ -62,7 +62,7 @@ class LoadMapping:
 def map_tensors(
     entries: Mapping[str, TensorEntry],
     model: ModelTensors,
-    converters: Sequence[CheckpointTensorConverter],
+    converters: Sequence[Converter],
     problems: Problems,
     *,
     allow_missing: Collection[str] = (),
@@ -105,7 +105,7 @@ class _Mapper:
         self.damaged: set[str] = set()
         self.explained = False
 
-    def map(self, entries: dict[str, TensorEntry], converters: Sequence[CheckpointTensorConverter]) -> LoadMapping:
+    def map(self, entries: dict[str, TensorEntry], converters: Sequence[Converter]) -> LoadMapping:
         owned, plain = _assign(entries, converters)
         for converter, names in zip(converters, owned):
             mine = {name: entries[name] for name in names}
@@ -247,7 +247,7 @@ class _Mapper:
             hint = "give the whole checkpoint, or name them in allow_missing to initialize them randomly"
             self.problems.add("parameters that the checkpoint does not have", self._describe(target), hint)
 
-    def _describe(self, target: Target) -> str:
+    def _describe(self, target: TensorSpec) -> str:
         """A tensor of the model, with its source keys if they differ."""
         item = f"{target.name} {list(target.shape)}"
         stored = [target.name] if self.names is None else self.names.source_keys_of(target.name)
@@ -255,7 +255,7 @@ class _Mapper:
 
 
 def _under_model_names(
-    entries: Mapping[str, TensorEntry], model: ModelTensors, converters: Sequence[CheckpointTensorConverter]
+    entries: Mapping[str, TensorEntry], model: ModelTensors, converters: Sequence[Converter]
 ) -> dict[str, TensorEntry]:
     """The tensors by name, with the base model's prefix of the model unless only the other name has a converter."""
     renamed = model.names_in_model(entries)
@@ -269,7 +269,7 @@ def _under_model_names(
     }
 
 
-def _assign(names: Iterable[str], converters: Sequence[CheckpointTensorConverter]) -> tuple[list[list[str]], list[str]]:
+def _assign(names: Iterable[str], converters: Sequence[Converter]) -> tuple[list[list[str]], list[str]]:
     """The names that each converter handles, and the remaining ones."""
     owned: list[list[str]] = [[] for _ in converters]
     plain: list[str] = []

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
+
+from opslot.checkpoint.safetensors_file import TensorSpec
 
 # Checkpoints of 2023 and before hold the rotary frequencies of every layer; models compute them.
 _ALWAYS_IGNORED = r"(^|\.)rotary_emb\.inv_freq$"
@@ -25,34 +26,19 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {clean_fqn(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A model's tensor that a checkpoint fills.
-
-    Attributes:
-        name: its first name in the model.
-        shape: its global shape.
-        dtype: after loading.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class ModelTensors:
     """The tensors that a model needs from a checkpoint.
 
     Attributes:
-        targets: by name; each name of a tied tensor leads to the same target.
+        targets: what a checkpoint fills, by name; each name of a tied tensor leads to one with its first name.
         prefix: what a base model's names lack and its ForCausalLM's have, with the dot, e.g. "model."; ""
             when unknown.
         ignored: regular expressions of checkpoint names that the model has no use for.
         optional: regular expressions of the model's names that checkpoints leave out.
     """
 
-    targets: Mapping[str, Target]
+    targets: Mapping[str, TensorSpec]
     prefix: str = ""
     ignored: Sequence[str] = ()
     optional: Sequence[str] = ()
@@ -60,11 +46,10 @@ class ModelTensors:
     @classmethod
     def of(cls, model: nn.Module) -> ModelTensors:
         """The tensors of `model`."""
-        targets: dict[str, Target] = {}
-        first: dict[int, Target] = {}
+        targets: dict[str, TensorSpec] = {}
+        first: dict[int, TensorSpec] = {}
         for name, tensor in tensors_of(model).items():
-            target = Target(name, tuple(tensor.shape), tensor.dtype)
-            targets[name] = first.setdefault(id(tensor), target)
+            targets[name] = first.setdefault(id(tensor), TensorSpec.of(name, tensor))
         transient = {clean_fqn(name) for name, _ in model.named_buffers()} - targets.keys()
         prefix = getattr(model, "base_model_prefix", "")
         return cls(

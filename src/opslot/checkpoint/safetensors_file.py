@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be written: its name, dtype and shape."""
+    """A tensor of a model, or one to be written: its name, dtype and global shape."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
+        return cls(name, tensor.dtype, tuple(tensor.shape))
 
     @property
     def nbytes(self) -> int:
@@ -185,22 +189,21 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
-def write_safetensors(file: Path, specs: Sequence[TensorSpec], produce: Callable[[TensorSpec], Tensor]) -> None:
+def write_safetensors(file: Path, specs: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> None:
     """Write `file` tensor by tensor; only the tensor being written is in memory. The file is on the disk on
     return.
 
     Args:
         file: path to create or overwrite.
         specs: the tensors, in the order of their bytes.
-        produce: gives the tensor of a spec, on any device; its dtype and shape must be the spec's.
+        tensors: of the specs, on any device; each is taken when the one before is written.
 
     Raises:
         OSError: the disk is full or the path cannot be written.
     """
     with file.open("wb") as stream:
         stream.write(_header(specs))
-        for spec in specs:
-            tensor = produce(spec)
+        for spec, tensor in zip(specs, tensors, strict=True):
             assert tensor.dtype == spec.dtype, f"{spec.name}: promised {spec.dtype}, produced {tensor.dtype}"
             assert tuple(tensor.shape) == spec.shape, f"{spec.name}: promised {spec.shape}, got {tuple(tensor.shape)}"
             stream.write(tensor_bytes(tensor))

@@ -20,7 +20,7 @@ from opslot.checkpoint.adapters import base_model, has_adapters, merged_weights,
 from opslot.checkpoint.excluded import ExcludedParts
 from opslot.checkpoint.experts import check_layout, expert_targets, split_target
 from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
-from opslot.checkpoint.hub_format import Described, HubFormat, HubGroup, hub_format
+from opslot.checkpoint.hub_format import HubFormat, HubGroup, hub_format
 from opslot.checkpoint.model_tensors import clean_fqn, tensors_of
 from opslot.checkpoint.quantized import whole_tensor
 from opslot.checkpoint.safetensors_file import NAMES, MappedFile, TensorEntry, TensorSpec, write_safetensors
@@ -66,32 +66,29 @@ class Output:
     source: TensorSlice | Converted | TensorEntry
 
 
-def hub_outputs(tensors: Described, hub: HubFormat) -> list[Output]:
+def hub_outputs(tensors: Mapping[str, TensorSpec], hub: HubFormat) -> list[Output]:
     """The checkpoint's tensors, as `save_pretrained` writes them."""
     outputs: list[Output] = []
     for group in hub.groups(tensors):
-        for name, (dtype, shape) in group.results.items():
-            source = Converted(group, name) if group.converts else TensorSlice.whole(group.sources[0], shape)
-            outputs.append(Output(TensorSpec(name, dtype, shape), source))
+        for spec in group.results:
+            source = Converted(group, spec.name) if group.converts else TensorSlice.whole(group.sources[0], spec.shape)
+            outputs.append(Output(spec, source))
     return outputs
 
 
-def outputs_for(
-    tensors: Described,
-    experts: Mapping[str, tuple[int, ...]],
-    layout: str,
-) -> list[Output]:
+def outputs_for(tensors: Mapping[str, TensorSpec], experts: Mapping[str, tuple[int, ...]], layout: str) -> list[Output]:
     """The checkpoint's tensors for a model's, with the experts in `layout`.
 
     Args:
-        tensors: dtype and whole shape of each model's tensor.
+        tensors: the model's.
         experts: those of them that are [E, 2I, H] or [E, H, I] expert tensors.
         layout: one of `LAYOUTS`.
     """
     outputs: list[Output] = []
-    for name, (dtype, shape) in tensors.items():
-        parts = split_target(name, shape, layout) if name in experts else [(name, TensorSlice.whole(name, shape))]
-        outputs += [Output(TensorSpec(part, dtype, place.shape), place) for part, place in parts]
+    for name, spec in tensors.items():
+        whole = [(name, TensorSlice.whole(name, spec.shape))]
+        parts = split_target(name, spec.shape, layout) if name in experts else whole
+        outputs += [Output(TensorSpec(part, spec.dtype, place.shape), place) for part, place in parts]
     return outputs
 
 
@@ -99,12 +96,12 @@ def _outputs_of(
     model: nn.Module | None, tensors: Mapping[str, Tensor], layout: str | None
 ) -> tuple[list[Output], HubFormat | None]:
     """The checkpoint's tensors for those of `model`, and the conversion of `save_pretrained` where they use it."""
-    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
     hub = hub_format(model) if layout is None else None
     if hub is not None:
-        return hub_outputs(described, hub), hub
-    experts = expert_targets({name: shape for name, (_, shape) in described.items()})
-    return outputs_for(described, experts, layout or "stacked"), None
+        return hub_outputs(specs, hub), hub
+    experts = expert_targets({name: spec.shape for name, spec in specs.items()})
+    return outputs_for(specs, experts, layout or "stacked"), None
 
 
 def shard_outputs(outputs: Sequence[Output], max_bytes: int) -> dict[str, list[Output]]:
@@ -129,12 +126,8 @@ def write_shards(folder: Path, shards: Mapping[str, Sequence[Output]], produce: 
         produce: gives the tensor of an output's `source`.
     """
     for file, outputs in shards.items():
-        sources = {output.spec.name: output.source for output in outputs}
-
-        def tensor_of(spec: TensorSpec, sources: Mapping[str, Any] = sources) -> Tensor:
-            return produce(sources[spec.name])
-
-        write_safetensors(folder / file, [output.spec for output in outputs], tensor_of)
+        tensors = (produce(output.source) for output in outputs)
+        write_safetensors(folder / file, [output.spec for output in outputs], tensors)
     if len(shards) > 1:
         specs = [output.spec for outputs in shards.values() for output in outputs]
         metadata = {

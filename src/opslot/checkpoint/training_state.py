@@ -49,7 +49,8 @@ class Snapshot:
     Attributes:
         step: the last step done.
         tensors: state dicts of model and optimizer, with this rank's shards.
-        state: of the run; JSON-able.
+        state: of the run, JSON-able: "tokens_seen", "data" (the dataloader's state), "random" (those of each rank's
+            generators), and what else the trainer keeps.
         kernels: what `opslot.explain(model)` reports.
     """
 
@@ -70,8 +71,10 @@ def take_snapshot(
 
     Of a model with adapters, these alone: the base model's weights do not change.
     """
+    from opslot.checkpoint.quantized_moments import plain_state
+
     model_state, optimizer_state = _state_dicts(model, optimizer)
-    return Snapshot(step, {"model": model_state, "optimizer": optimizer_state}, state, kernels)
+    return Snapshot(step, {"model": model_state, "optimizer": plain_state(optimizer_state)}, state, kernels)
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot, group: ProcessGroup | None = None) -> None:
@@ -142,7 +145,7 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
     from opslot.distributed.consensus import on_all_ranks, root_cause
 
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    model_state, held = _live_state_dicts(model, optimizer)
+    model_state, held = _state_dicts(model, optimizer)
     optimizer_state = plain_state(held)
     # Without the groups, whose settings and number the run's configuration decides.
     tensors = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
@@ -180,16 +183,7 @@ def _parameter_of(key: str) -> str:
 
 
 def _state_dicts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint has of model and optimizer."""
-    from opslot.checkpoint.quantized_moments import plain_state
-
-    model_state, optimizer_state = _live_state_dicts(model, optimizer)
-    return model_state, plain_state(optimizer_state)
-
-
-def _live_state_dicts(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint has of model and optimizer, whose moments may be quantized."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from opslot.checkpoint.adapters import has_adapters
@@ -232,12 +226,17 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 def _check_state(folder: Path, state: dict[str, Any]) -> None:
     """Types of the entries that are read below; anyone can write a matching checksum."""
     step, random, files = state["step"], state["random"], state["files"]
+    tokens, data = state.get("tokens_seen"), state.get("data")
     if type(step) is not int or step < 0:
         raise damaged(folder, f"{STATE_FILE}: step is {str(step)[:40]!r}")
     if not isinstance(random, list) or not all(isinstance(states, dict) for states in random):
         raise damaged(folder, f"{STATE_FILE}: random is not a list of states")
     if not isinstance(files, dict) or not all(_is_file_entry(*entry) for entry in files.items()):
         raise damaged(folder, f"{STATE_FILE}: files are not names with bytes and crc32")
+    if type(tokens) is not int or tokens < 0:
+        raise damaged(folder, f"{STATE_FILE}: tokens_seen is {str(tokens)[:40]!r}")
+    if not isinstance(data, dict):
+        raise damaged(folder, f"{STATE_FILE}: data is {str(data)[:40]!r}")
 
 
 def _is_file_entry(name: str, facts: Any) -> bool:

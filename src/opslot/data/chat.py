@@ -29,8 +29,8 @@ import numpy as np
 from opslot._base.errors import DataError
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.content_forms import ContentForms
-from opslot.data.encoder import SampleError, digest, limit_length, records_of, tokenizer_digest
-from opslot.data.records import ByteRange, FileColumns, Location, columns_in, lone_surrogate
+from opslot.data.encoder import SampleEncoder, SampleError, digest
+from opslot.data.records import FileColumns, Location, columns_in, lone_surrogate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,6 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
 }
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_BATCH_CHARACTERS = 1 << 20
 
 Message = dict[str, Any]
 
@@ -66,13 +65,14 @@ class Rendered:
     messages: Sequence[Message] = ()
 
 
-class ChatEncoder:
+class ChatEncoder(SampleEncoder):
     """Encodes conversations as tokens with labels (-100 for tokens that are not trained).
 
     Args:
         tokenizer: a fast tokenizer, with the chat template.
-        max_seq_len, train_on, long_samples, on_bad_sample, append_eos: as in `DataConfig`.
+        max_seq_len, train_on, append_eos: as in `DataConfig`.
         plain: join prompt and completion as they are, without a template.
+        options: of `SampleEncoder`.
 
     Raises:
         DataError: a tokenizer without character offsets, or without a chat template.
@@ -87,11 +87,11 @@ class ChatEncoder:
         max_seq_len: int,
         *,
         train_on: str = "assistant",
-        long_samples: str = "error",
-        on_bad_sample: str = "error",
         append_eos: bool = True,
         plain: bool = False,
+        **options: str,
     ) -> None:
+        super().__init__(tokenizer, max_seq_len, **options)
         # The tokenizers of mistral-common do not have the attribute.
         is_fast = getattr(tokenizer, "is_fast", False)
         if self.needs_offsets and not is_fast:
@@ -100,15 +100,9 @@ class ChatEncoder:
                 found=type(tokenizer).__name__,
                 hint="use a folder with tokenizer.json",
             )
-        self.tokenizer = tokenizer
-        self.max_seq_len = max_seq_len
         self.train_on = train_on
-        self.long_samples = long_samples
-        self.on_bad_sample = on_bad_sample
         self.end = (tokenizer.eos_token or "") if append_eos else ""
         self.plain = plain or not tokenizer.chat_template
-        self.columns: dict[Path, list[str]] = {}
-        self.dtype: Any = LABELED
         self._in_form = ContentForms(self._apply_template)
         added = tokenizer.added_tokens_decoder.values() if is_fast else ()
         self._special = tuple(sorted({str(token) for token in added} | set(tokenizer.all_special_tokens)))
@@ -132,40 +126,15 @@ class ChatEncoder:
     def identity(self) -> dict[str, Any]:
         template = "none" if self.plain else f"content {digest(repr(self.tokenizer.chat_template))}"
         return {
-            "model.tokenizer_path": f"content {tokenizer_digest(self.tokenizer)}",
+            **super().identity(),
             "task": "sft",
             "data.chat_template": template,
             "data.train_on": self.train_on,
-            "data.long_samples": self.long_samples,
-            "data.on_bad_sample": self.on_bad_sample,
             "data.append_eos": bool(self.end),
-            "data.max_seq_len": self.max_seq_len,
         }
 
-    def encode(
-        self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
-    ) -> Iterator[Any]:
-        batch: list[tuple[Location, Rendered]] = []
-        for where, record in records_of(self, ranges, sample_by, problems, counts):
-            try:
-                batch += [(where, sample) for sample in self.render(record, self.columns[where.file])]
-            except SampleError as error:
-                if self.on_bad_sample == "skip":
-                    counts["malformed"] += 1
-                else:
-                    problems.append(f"{where}: {error}")
-            if sum(len(sample.text) for _, sample in batch[-256:]) >= _BATCH_CHARACTERS or len(batch) >= 256:
-                yield self._labeled(batch, problems, counts)
-                batch = []
-        if batch:
-            yield self._labeled(batch, problems, counts)
-
-    def render(self, record: Mapping[str, Any], columns: Sequence[str]) -> list[Rendered]:
-        """The samples of a record; usually one.
-
-        Raises:
-            SampleError: a malformed conversation, or one that the template rejects.
-        """
+    def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
+        columns = self.columns[where.file]
         form = next(form for form in _FORMS if form[0] == columns[0])
         missing = [name for name in form if record.get(name) is None]
         if missing:
@@ -279,10 +248,10 @@ class ChatEncoder:
         (text,), spans = rendered
         return text, list(spans[0]) if marks else None
 
-    def _labeled(
-        self, batch: list[tuple[Location, Rendered]], problems: list[str], counts: Counter[str]
-    ) -> list[np.ndarray]:
-        """Tokens and labels of each sample that is kept."""
+    def size_of(self, sample: Any) -> int:
+        return len(sample.text)
+
+    def documents(self, batch: list[tuple[Location, Any]], problems: list[str], counts: Counter[str]) -> Iterator[Any]:
         encoded = self.tokenizer(
             [sample.text for _, sample in batch],
             add_special_tokens=self.plain,
@@ -290,24 +259,22 @@ class ChatEncoder:
             return_attention_mask=False,
             verbose=False,
         )
-        kept = []
         for (where, sample), ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             labeled = np.empty(len(ids), LABELED)
             labeled["token"] = ids
             labeled["label"] = np.where(trained_tokens(sample.spans, offsets), ids, IGNORE_INDEX)
-            try:
-                tokens = limit_length(labeled, self.max_seq_len, self.long_samples, counts)
-            except SampleError as error:
-                problems.append(f"{where}: {error}")
-                continue
-            if tokens is None:
-                continue
-            # The first token of a sample is never predicted.
-            if (tokens["label"][1:] == IGNORE_INDEX).all():
-                counts["without a trained token"] += 1
-                continue
-            kept.append(tokens)
-        return kept
+            kept = self.limited(where, labeled, problems, counts)
+            if self.is_trained(kept, counts):
+                yield kept
+
+    def is_trained(self, tokens: np.ndarray | None, counts: Counter[str]) -> bool:
+        """Whether a token is trained; counts samples without. The first token of a sample is never predicted."""
+        if tokens is None:
+            return False
+        if (tokens["label"][1:] != IGNORE_INDEX).any():
+            return True
+        counts["without a trained token"] += 1
+        return False
 
 
 def load_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> None:

@@ -12,21 +12,17 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
 from opslot.data.collation import LABELED
-from opslot.data.encoder import Encoder, TextEncoder
-from opslot.data.packing import MediaDocument
+from opslot.data.encoder import Encoder, MediaDocument
 from opslot.data.records import ByteRange, split_into_shards
 from opslot.data.sources import no_text
 from opslot.data.tokenizing import TokenizingProcesses
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
 
@@ -108,7 +104,6 @@ class TokenCorpus:
         encoder: records to tokens.
         folder: cache folder of these files, this tokenizer and these settings.
         identity: names the texts, the tokenizer and the settings in a checkpoint, for `PackedDataset.identity`.
-        sample_by: as in `DataConfig`.
 
     Attributes:
         sizes: bytes of text in each shard, int64 [shards].
@@ -121,15 +116,12 @@ class TokenCorpus:
         encoder: Encoder,
         folder: Path,
         identity: dict[str, Any],
-        *,
-        sample_by: str = "document",
     ) -> None:
         self.identity = identity
         self.sizes = np.array([sum(part.size for part in shard) for shard in shards], dtype=np.int64)
         self._shards = shards
         self._encoder = encoder
         self._folder = folder
-        self._sample_by = sample_by
         self._stamps = stamps
         self._cached: set[int] = set()
         self._processes: TokenizingProcesses | None = None
@@ -288,7 +280,7 @@ class TokenCorpus:
         problems: list[str] = []
         self._require_unchanged(ranges)
         documents: list[np.ndarray | MediaDocument] = []
-        for batch in self._encoder.encode(ranges, self._sample_by, problems, counts):
+        for batch in self._encoder.encode(ranges, problems, counts):
             check()
             documents += batch
         # A file that changes while it is read looks malformed; report the change instead.
@@ -342,13 +334,9 @@ _SUFFIX = ".arrow"
 
 def open_corpus(
     files: Sequence[Path],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     *,
-    text_field: str = "text",
     sample_by: str = "document",
-    append_eos: bool = True,
-    split_special_tokens: bool = False,
-    encoder: Encoder | None = None,
     format: str = "auto",
     cache_dir: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -356,23 +344,21 @@ def open_corpus(
     """The documents of `files`, tokenized as they are needed, or read from the cache of an earlier run.
 
     Args:
-        text_field, sample_by, append_eos, split_special_tokens, format, cache_dir: as in `DataConfig`.
-        encoder: records to tokens; default a `TextEncoder` with these settings.
+        encoder: records to tokens.
+        sample_by, format, cache_dir: as in `DataConfig`.
         shard_bytes: text that is tokenized at a time. A longer plain text file is split into documents of this size, at
             ends of lines.
 
     Raises:
-        DataError: a missing file, files without the columns of the encoder, or `append_eos` with a tokenizer that has
-            no end-of-sequence token.
+        DataError: a missing file, or files without the columns of the encoder.
     """
-    encoder = encoder or TextEncoder(tokenizer, text_field, append_eos, split_special_tokens)
     _tokenize_with_threads()
     problems: list[str] = []
     try:
         stamps = {file: _stamp(file) for file in files}
         for file in files:
             encoder.inspect(file, format, problems)
-        shards = [] if problems else split_into_shards(files, encoder.columns, shard_bytes, problems, format)
+        shards = [] if problems else split_into_shards(files, encoder.columns, shard_bytes, problems, format, sample_by)
         identity = _identity(stamps, encoder, sample_by)
     except OSError as error:
         raise _unreadable([f"{error.filename}: {error.strerror}"]) from error
@@ -383,14 +369,8 @@ def open_corpus(
     key = hashlib.sha256(repr((_FORMAT, format, shard_bytes, identity)).encode())
     for file, (size, changed) in stamps.items():
         key.update(f"{file.resolve()}\0{size}\0{changed}\n".encode())
-    return TokenCorpus(
-        shards,
-        stamps,
-        encoder,
-        (Path(cache_dir).expanduser() if cache_dir else _default_cache()) / f"opslot-{key.hexdigest()[:32]}",
-        identity,
-        sample_by=sample_by,
-    )
+    cache = Path(cache_dir).expanduser() if cache_dir else _default_cache()
+    return TokenCorpus(shards, stamps, encoder, cache / f"opslot-{key.hexdigest()[:32]}", identity)
 
 
 def _tokenize_with_threads() -> None:

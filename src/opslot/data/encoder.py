@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from opslot._base.errors import DataError
+from opslot.data.collation import LABELED
 from opslot.data.locations import Location
 from opslot.data.records import ByteRange, columns_in, read_ranges, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 _BATCH_CHARACTERS = 1 << 20
 # Names of Arrow's string types.
@@ -24,6 +28,20 @@ STRINGS = ("string", "large_string", "string_view")
 
 class SampleError(ValueError):
     """A sample that cannot be trained on, without its location."""
+
+
+class MediaDocument(NamedTuple):
+    """A document with images, video or audio.
+
+    Attributes:
+        tokens: `LABELED`, with the placeholders of the media.
+        extra: what its features are computed from when it is in a batch.
+        cost: estimated FLOPs of the encoders of its media, in tokens of the language model.
+    """
+
+    tokens: np.ndarray
+    extra: bytes
+    cost: float
 
 
 class Encoder(Protocol):
@@ -43,9 +61,7 @@ class Encoder(Protocol):
     def identity(self) -> dict[str, Any]:
         """What determines the documents other than the files, by configuration field."""
 
-    def encode(
-        self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
-    ) -> Iterator[Any]:
+    def encode(self, ranges: Sequence[ByteRange], problems: list[str], counts: Counter[str]) -> Iterator[Any]:
         """Documents of `ranges` (arrays, or each a `MediaDocument`), in batches.
 
         `counts` receives the number of samples that were changed or left out.
@@ -100,58 +116,115 @@ class TextEncoder:
         }
 
     def encode(
-        self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
+        self, ranges: Sequence[ByteRange], problems: list[str], counts: Counter[str]
     ) -> Iterator[list[np.ndarray]]:
         end = [self.tokenizer.eos_token_id] if self.append_eos else []
         options = {"split_special_tokens": True} if self.split_special_tokens else {}
-        for texts in batches(read_ranges(ranges, self.text_field, sample_by, problems)):
+        for texts in batches(read_ranges(ranges, self.text_field, problems), len):
             lists = self.tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
             documents = (ids if ids[-1:] == end else ids + end for ids in lists)
             yield [np.array(ids, dtype=self.dtype) for ids in documents if ids]
 
 
-def records_of(
-    encoder: Any, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
-) -> Iterator[tuple[Location, dict[str, Any]]]:
-    """`read_records` with the columns of an encoder; malformed ones are counted if its `on_bad_sample` is "skip"."""
-    if encoder.on_bad_sample != "skip":
-        yield from read_records(ranges, encoder.columns, sample_by, problems)
-        return
-    malformed: list[str] = []
-    yield from read_records(ranges, encoder.columns, sample_by, problems, malformed)
-    if malformed:
-        counts["malformed"] += len(malformed)
-
-
-def limit_length(
-    tokens: Any,
-    max_seq_len: int,
-    long_samples: str,
-    counts: Counter[str],
-    *,
-    can_truncate: bool = True,
-    other_fix: str = "",
-) -> Any:
-    """At most `max_seq_len` of `tokens`, according to `data.long_samples`; None where the sample is left out.
+class SampleEncoder(ABC):
+    """Base class of encoders of samples, of which a record gives one or several, as tokens with labels.
 
     Args:
-        counts: receives samples that are truncated or left out.
-        can_truncate: False where the tokens after `max_seq_len` are needed; such samples are left out.
-        other_fix: what else makes the sample shorter, for the error.
+        max_seq_len, long_samples, on_bad_sample: as in `DataConfig`.
 
-    Raises:
-        SampleError: the sample is too long, and `long_samples` is "error".
+    Attributes:
+        batch_size: samples are tokenized in batches of about as many characters.
     """
-    if len(tokens) <= max_seq_len:
-        return tokens
-    if long_samples == "error":
-        raise SampleError(
-            f"{len(tokens)} tokens, more than data.max_seq_len={max_seq_len}; increase it, {other_fix}or set "
-            "data.long_samples to truncate or skip"
-        )
-    truncate = long_samples == "truncate" and can_truncate
-    counts["truncated" if truncate else "too long"] += 1
-    return tokens[:max_seq_len] if truncate else None
+
+    batch_size = _BATCH_CHARACTERS
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_seq_len: int,
+        *,
+        long_samples: str = "error",
+        on_bad_sample: str = "error",
+    ) -> None:
+        self.tokenizer: Any = tokenizer
+        self.max_seq_len = max_seq_len
+        self.long_samples = long_samples
+        self.on_bad_sample = on_bad_sample
+        self.columns: dict[Path, list[str]] = {}
+        self.dtype: Any = LABELED
+
+    @abstractmethod
+    def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
+        """The samples of a record; usually one.
+
+        Raises:
+            SampleError: a malformed record.
+        """
+
+    @abstractmethod
+    def size_of(self, sample: Any) -> int:
+        """Characters of a sample."""
+
+    @abstractmethod
+    def documents(self, batch: list[tuple[Location, Any]], problems: list[str], counts: Counter[str]) -> Iterator[Any]:
+        """The documents of the samples that are kept."""
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "model.tokenizer_path": f"content {tokenizer_digest(self.tokenizer)}",
+            "data.long_samples": self.long_samples,
+            "data.on_bad_sample": self.on_bad_sample,
+            "data.max_seq_len": self.max_seq_len,
+        }
+
+    def encode(self, ranges: Sequence[ByteRange], problems: list[str], counts: Counter[str]) -> Iterator[list[Any]]:
+        malformed: list[str] = [] if self.on_bad_sample == "skip" else problems
+        samples = self._samples(ranges, problems, malformed)
+        for batch in batches(samples, lambda located: self.size_of(located[1]), self.batch_size):
+            yield list(self.documents(batch, problems, counts))
+        if self.on_bad_sample == "skip" and malformed:
+            counts["malformed"] += len(malformed)
+
+    def _samples(
+        self, ranges: Sequence[ByteRange], problems: list[str], malformed: list[str]
+    ) -> Iterator[tuple[Location, Any]]:
+        for where, record in read_records(ranges, self.columns, problems, malformed):
+            try:
+                found = self.samples(where, record)
+            except SampleError as error:
+                malformed.append(f"{where}: {error}")
+                continue
+            yield from ((where, sample) for sample in found)
+
+    def limited(
+        self,
+        where: Location,
+        tokens: Any,
+        problems: list[str],
+        counts: Counter[str],
+        *,
+        can_truncate: bool = True,
+        other_fix: str = "",
+    ) -> Any:
+        """At most `max_seq_len` of `tokens`, according to `long_samples`; None where the sample is left out.
+
+        Args:
+            problems: receives a sample that is too long, if that is an error.
+            counts: receives samples that are truncated or left out.
+            can_truncate: False where the tokens after `max_seq_len` are needed; such samples are left out.
+            other_fix: what else makes the sample shorter, for the error.
+        """
+        if len(tokens) <= self.max_seq_len:
+            return tokens
+        if self.long_samples == "error":
+            problems.append(
+                f"{where}: {len(tokens)} tokens, more than data.max_seq_len={self.max_seq_len}; increase it, "
+                f"{other_fix}or set data.long_samples to truncate or skip"
+            )
+            return None
+        truncate = self.long_samples == "truncate" and can_truncate
+        counts["truncated" if truncate else "too long"] += 1
+        return tokens[: self.max_seq_len] if truncate else None
 
 
 def text_column_problem(schema: Any, text_field: str) -> str | None:
@@ -168,14 +241,14 @@ def text_column_problem(schema: Any, text_field: str) -> str | None:
     return None if str(values) in STRINGS else f"column {text_field!r} holds {kind}, not strings"
 
 
-def batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of consecutive texts of about a million characters."""
-    batch: list[str] = []
+def batches(items: Iterable[T], size_of: Callable[[T], int], limit: int = _BATCH_CHARACTERS) -> Iterator[list[T]]:
+    """Lists of consecutive items of about `limit` characters."""
+    batch: list[T] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_CHARACTERS:
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if size >= limit:
             yield batch
             batch, size = [], 0
     if batch:

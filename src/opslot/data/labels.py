@@ -13,25 +13,25 @@ import torch
 
 from opslot._base.errors import DataError, list_problems
 from opslot.data.collation import IGNORE_INDEX, LABELED
-from opslot.data.encoder import SampleError, digest, limit_length, records_of, tokenizer_digest
-from opslot.data.records import ByteRange, FileColumns, columns_in, lone_surrogate, read_records, split_into_shards
+from opslot.data.encoder import SampleEncoder, SampleError, digest
+from opslot.data.records import FileColumns, Location, columns_in, lone_surrogate, read_records, split_into_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LABELS = ("label", "labels", "ner_tags", "tags")
 _WORDS = ("tokens", "words")
-_BATCH = 256
 _MOST_LABELS = 10_000
 
 
-class LabelEncoder:
+class LabelEncoder(SampleEncoder):
     """Encodes labelled texts: the label of a text is on its last token, the label of a word on its first token.
 
     Texts are tokenized as the tokenizer does by default.
 
     Args:
-        text_field, label_field, max_seq_len, long_samples, on_bad_sample: as in `DataConfig`.
+        text_field, label_field, max_seq_len: as in `DataConfig`.
+        options: of `SampleEncoder`.
 
     Attributes:
         per_token: whether each word has a label; known once a file is inspected.
@@ -46,20 +46,14 @@ class LabelEncoder:
         *,
         text_field: str = "text",
         label_field: str | None = None,
-        long_samples: str = "error",
-        on_bad_sample: str = "error",
+        **options: str,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.max_seq_len = max_seq_len
+        super().__init__(tokenizer, max_seq_len, **options)
         self.text_field = text_field
         self.label_field = label_field
-        self.long_samples = long_samples
-        self.on_bad_sample = on_bad_sample
         self.per_token: bool | None = None
         self.names: list[str] = []
         self.class_names: list[str] = []
-        self.columns: dict[Path, list[str]] = {}
-        self.dtype: Any = LABELED
 
     def inspect(self, file: Path, format: str, problems: list[str]) -> None:
         found = columns_in(file, format, problems)
@@ -86,51 +80,30 @@ class LabelEncoder:
 
     def identity(self) -> dict[str, Any]:
         return {
-            "model.tokenizer_path": f"content {tokenizer_digest(self.tokenizer)}",
+            **super().identity(),
             "task": "classification",
             "data.label_field": f"{self.label_field}, {len(self.names)} labels, {digest(repr(self.names))}",
             "data.text_field": self.text_field,
-            "data.long_samples": self.long_samples,
-            "data.on_bad_sample": self.on_bad_sample,
-            "data.max_seq_len": self.max_seq_len,
         }
 
-    def encode(
-        self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
-    ) -> Iterator[list[np.ndarray]]:
-        batch: list[tuple[Any, Any, list[int]]] = []
-        for where, record in records_of(self, ranges, sample_by, problems, counts):
-            text, label = self.columns[where.file]
-            try:
-                batch.append((where, *self._sample(record, text, label)))
-            except ValueError as error:
-                if self.on_bad_sample == "skip":
-                    counts["malformed"] += 1
-                else:
-                    problems.append(f"{where}: {error}")
-            if len(batch) == _BATCH:
-                yield self._labeled(batch, problems, counts)
-                batch = []
-        if batch:
-            yield self._labeled(batch, problems, counts)
-
-    def _sample(self, record: Mapping[str, Any], text_field: str, label_field: str) -> tuple[Any, list[int]]:
+    def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
         """The text or words of a record, and its labels' numbers."""
+        text_field, label_field = self.columns[where.file]
         missing = [name for name in (text_field, label_field) if record.get(name) is None]
         if missing:
             has = ", ".join(str(name) for name, value in record.items() if value is not None) or "nothing"
-            raise ValueError(f"no {' and no '.join(missing)}; it has {has}")
+            raise SampleError(f"no {' and no '.join(missing)}; it has {has}")
         text, label = record[text_field], record[label_field]
         if not self.per_token:
             if not isinstance(text, str) or not text.strip():
-                raise ValueError(f"{text_field} is empty" if text == "" else f"{text_field} is not a text")
+                raise SampleError(f"{text_field} is empty" if text == "" else f"{text_field} is not a text")
             _check_text(text, text_field)
-            return text, [self._number(label, label_field)]
+            return [(text, [self._number(label, label_field)])]
         if not isinstance(text, list) or not isinstance(label, list) or len(text) != len(label) or not text:
-            raise ValueError(f"{text_field} and {label_field} must be lists of the same length, not empty")
+            raise SampleError(f"{text_field} and {label_field} must be lists of the same length, not empty")
         for number, word in enumerate(text):
             _check_text(word, f"{text_field}[{number}]")
-        return text, [IGNORE_INDEX if name == IGNORE_INDEX else self._number(name, label_field) for name in label]
+        return [(text, [name if name == IGNORE_INDEX else self._number(name, label_field) for name in label])]
 
     def _number(self, label: Any, field: str) -> int:
         if isinstance(label, str) and label in self.names:
@@ -138,24 +111,21 @@ class LabelEncoder:
         if isinstance(label, int) and 0 <= label < len(self.names):
             return int(label)
         shown = ", ".join(self.names[:8]) + (", ..." if len(self.names) > 8 else "")
-        raise ValueError(f"{field} is {label!r}, which is not one of the {len(self.names)} labels ({shown})")
+        raise SampleError(f"{field} is {label!r}, which is not one of the {len(self.names)} labels ({shown})")
 
-    def _labeled(
-        self, batch: list[tuple[Any, Any, list[int]]], problems: list[str], counts: Counter[str]
-    ) -> list[np.ndarray]:
+    def size_of(self, sample: Any) -> int:
+        text, _ = sample
+        return len(text) if isinstance(text, str) else sum(map(len, text))
+
+    def documents(self, batch: list[tuple[Location, Any]], problems: list[str], counts: Counter[str]) -> Iterator[Any]:
         encoded = self.tokenizer(
-            [text for _, text, _ in batch],
+            [text for _, (text, _) in batch],
             is_split_into_words=bool(self.per_token),
             return_attention_mask=False,
             verbose=False,
         )
-        kept = []
-        for number, (where, _, labels) in enumerate(batch):
-            try:
-                ids = limit_length(encoded["input_ids"][number], self.max_seq_len, self.long_samples, counts)
-            except SampleError as error:
-                problems.append(f"{where}: {error}")
-                continue
+        for number, (where, (_, labels)) in enumerate(batch):
+            ids = self.limited(where, encoded["input_ids"][number], problems, counts)
             if ids is None:
                 continue
             if not ids:
@@ -170,15 +140,14 @@ class LabelEncoder:
                 tokens["label"][firsts] = [labels[words[i]] for i in firsts]
             else:
                 tokens["label"][-1] = labels[0]
-            kept.append(tokens)
-        return kept
+            yield tokens
 
 
 def _check_text(text: Any, name: str) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"{name} is not a text")
+        raise SampleError(f"{name} is not a text")
     if lone := lone_surrogate(text):
-        raise ValueError(f"{name} holds {lone}")
+        raise SampleError(f"{name} holds {lone}")
 
 
 def _listed(value: Any) -> list[Any]:
@@ -196,7 +165,7 @@ def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) 
     found_labels: set[str | int] = set()
     malformed: list[str] | None = [] if encoder.on_bad_sample == "skip" else None
     for shard in split_into_shards(files, columns, 64 << 20, problems, format):
-        for where, record in read_records(shard, columns, "document", problems, malformed):
+        for where, record in read_records(shard, columns, problems, malformed):
             value = record.get(columns[where.file][0])
             found_labels.update(label for label in _listed(value) if isinstance(label, str | int))
         if problems:

@@ -24,18 +24,29 @@ logger = get_logger(__name__)
 _LOOKAHEAD = 64
 
 
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+
 class _Loader:
     """Common part of the loaders. The state is the number of consumed samples over all ranks; samples that workers
-    prefetched are not consumed. Follows torch's Stateful protocol, as torchdata's StatefulDataLoader does."""
+    prefetched are not consumed. Follows torch's Stateful protocol, as torchdata's StatefulDataLoader does.
+
+    Args:
+        rank, world_size: of this process among those that share the data.
+        num_workers: processes that assemble batches; 0 assembles them in this process.
+        pin_memory: allocate batches in page-locked memory, for copies to a GPU.
+        allow_changes: accept the state of other data, see `DataConfig`.
+    """
 
     def __init__(
         self,
         dataset: PackedDataset | MixedDataset,
-        rank: int,
-        world_size: int,
-        num_workers: int,
-        pin_memory: bool,
-        allow_changes: bool,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        allow_changes: bool = False,
     ) -> None:
         self.dataset = dataset
         self.rank = rank
@@ -110,12 +121,9 @@ class SampleLoader(_Loader):
     Args:
         dataset: the samples.
         micro_batch_size: samples per batch of this rank.
-        rank, world_size: of this process among those that share the data.
-        num_workers: processes that assemble batches; 0 assembles them in this process.
-        pin_memory: allocate batches in page-locked memory, for copies to a GPU.
-        allow_changes: accept the state of other data, see `DataConfig`.
         collate_fn: samples to a batch; default `collate`, or `collate_padded` without packing.
         step_samples: samples of an optimizer step over all ranks, at whose ends the state is saved.
+        options: rank, world_size, num_workers, pin_memory and allow_changes, as in `_Loader`.
     """
 
     def __init__(
@@ -123,29 +131,46 @@ class SampleLoader(_Loader):
         dataset: PackedDataset | MixedDataset,
         micro_batch_size: int,
         *,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        allow_changes: bool = False,
-        collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+        collate_fn: Collate | None = None,
         step_samples: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(dataset, rank, world_size, num_workers, pin_memory, allow_changes)
+        super().__init__(dataset, **options)
         self.micro_batch_size = micro_batch_size
         self.step_samples = step_samples
         self.collate_fn = collate_fn or _collate_of(dataset)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        # Before workers are forked, so that they inherit what is known of the previous samples.
+        self.dataset.prepare(self.consumed)
         loader = DataLoader(
-            self.dataset,
-            batch_sampler=_SampleNumbers(self),
-            collate_fn=self.collate_fn,
-            **self._options(),
+            self.dataset, batch_sampler=self.sample_numbers(), collate_fn=self.collate_fn, **self._options()
         )
         for batch in loader:
             self.consumed += self.micro_batch_size * self.world_size
             yield batch
+
+    def sample_numbers(self) -> Iterator[list[int]]:
+        """This rank's sample numbers after the consumed ones, batch by batch, without end."""
+        first, size, concurrent = self.consumed, self.micro_batch_size, self.micro_batch_size * self.world_size
+        is_balanced = self.step_samples is not None and self.world_size > 1 and self.dataset.packing
+        # Workers never tokenize: what their samples need is tokenized before they get the numbers.
+        while not is_balanced:
+            own = range(first + self.rank * size, first + (self.rank + 1) * size)
+            self.dataset.prepare(own[-1])
+            yield list(own)
+            first += concurrent
+        assert self.step_samples is not None, "balanced above"
+        while True:
+            self.dataset.prepare(first + self.step_samples - 1)
+            numbers = range(first, first + self.step_samples)
+            ranked = sorted(numbers, key=lambda number: (-self.dataset.attended_pairs(number), number))
+            for start in range(0, self.step_samples, concurrent):
+                rows = np.array(ranked[start : start + concurrent]).reshape(size, self.world_size)
+                # Each rank has the most expensive sample of one row and the cheapest one of the next.
+                rows[1::2] = rows[1::2, ::-1]
+                yield sorted(rows[:, self.rank].tolist())
+            first += self.step_samples
 
 
 def _collate_of(dataset: PackedDataset | MixedDataset) -> Any:
@@ -156,48 +181,6 @@ def _ignore_signals(_worker: int) -> None:
     """Signals that stop a run often reach all of its processes; workers are needed until the step is done."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-
-
-class _SampleNumbers:
-    """This rank's sample numbers, batch by batch, without end."""
-
-    def __init__(self, loader: SampleLoader) -> None:
-        self.dataset = loader.dataset
-        self.rank = loader.rank
-        self.size = loader.micro_batch_size
-        self.stride = self.size * loader.world_size
-        self.step = loader.step_samples or self.stride
-        self.is_balanced = loader.step_samples is not None and loader.world_size > 1 and self.dataset.packing
-        if not self.is_balanced:
-            self.step = self.stride
-        self.first = loader.consumed
-        # Before workers are forked, so that they inherit what is known of the previous samples.
-        self.dataset.prepare(self.first)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self.first
-        while True:
-            # Workers never tokenize: what their samples need is tokenized before they get the numbers.
-            if self.is_balanced:
-                self.dataset.prepare(first + self.step - 1)
-                yield from self._balanced(first)
-            else:
-                own = range(first + self.rank * self.size, first + (self.rank + 1) * self.size)
-                self.dataset.prepare(own[-1])
-                yield list(own)
-            first += self.step
-
-    def _balanced(self, first: int) -> Iterator[list[int]]:
-        """This rank's sample numbers of each micro batch of a step."""
-        numbers = sorted(
-            range(first, first + self.step), key=lambda number: (-self.dataset.attended_pairs(number), number)
-        )
-        ranks = self.stride // self.size
-        for start in range(0, self.step, self.stride):
-            rows = np.array(numbers[start : start + self.stride]).reshape(self.size, ranks)
-            # Each rank has the most expensive sample of one row and the cheapest one of the next.
-            rows[1::2] = rows[1::2, ::-1]
-            yield sorted(rows[:, self.rank].tolist())
 
 
 class TokenLoader(_Loader):
@@ -216,8 +199,8 @@ class TokenLoader(_Loader):
         max_tokens: maximum tokens in a micro batch of this rank, at least `dataset.max_seq_len`.
         attention_cost: see `balance_micro_batches`.
         encoder_cost: a document's `MediaDocument.cost` counts so many times.
-        rank, world_size, num_workers, pin_memory, allow_changes: as in `SampleLoader`.
         collate_fn: a packed sample to a batch; default `collate`.
+        options: as in `SampleLoader`.
 
     Attributes:
         step_size: tokens of the last step, over all ranks.
@@ -231,14 +214,10 @@ class TokenLoader(_Loader):
         *,
         attention_cost: float = 0.0,
         encoder_cost: float = 1.0,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        allow_changes: bool = False,
-        collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+        collate_fn: Collate | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(dataset, rank, world_size, num_workers, pin_memory, allow_changes)
+        super().__init__(dataset, **options)
         self.step_tokens = step_tokens
         self.max_tokens = max_tokens
         self.attention_cost = attention_cost
@@ -252,15 +231,24 @@ class TokenLoader(_Loader):
         loader = DataLoader(
             _MicroBatches(self.dataset, self.collate_fn),
             batch_size=None,
-            sampler=_StepSharding(self),
+            sampler=self._own_documents(),
             collate_fn=_identity,
             **self._options(),
         )
         for step, micro_batches in loader:
-            self.consumed += step.documents
-            self.step_size = step.tokens
+            self.consumed += len(step.numbers)
+            self.step_size = int(step.lengths.sum())
             self._window, self._steps_done = step.window, step.steps_done
             yield micro_batches
+
+    def _own_documents(self) -> Iterator[tuple[StepDocuments, list[list[int]]]]:
+        """Each step, and the sample numbers of this rank's micro batches in it."""
+        for step in self.step_documents():
+            others = step.costs - step.lengths
+            by_rank = balance_micro_batches(
+                step.lengths, self.world_size, self.max_tokens, other_costs=others, planned=step.bins
+            )
+            yield step, [sorted(step.numbers[indices].tolist()) for indices in by_rank[self.rank]]
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "data.max_tokens_per_batch": "set"}
@@ -377,52 +365,19 @@ class StepDocuments(NamedTuple):
     steps_done: int
 
 
-class _Step(NamedTuple):
-    """Sample numbers of this rank's micro batches, with the documents and tokens of the step over all ranks."""
-
-    own: list[list[int]]
-    documents: int
-    tokens: int
-    window: StepWindow
-    steps_done: int
-
-
-class _StepSharding:
-    """This rank's part of each step, without end."""
-
-    def __init__(self, loader: TokenLoader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[_Step]:
-        loader = self.loader
-        for step in loader.step_documents():
-            by_rank = balance_micro_batches(
-                step.lengths,
-                loader.world_size,
-                loader.max_tokens,
-                other_costs=step.costs - step.lengths,
-                planned=step.bins,
-            )
-            own = [sorted(step.numbers[indices].tolist()) for indices in by_rank[loader.rank]]
-            yield _Step(own, len(step.numbers), int(step.lengths.sum()), step.window, step.steps_done)
-
-
 class _MicroBatches(Dataset):
     """Packed micro batches [1, tokens] from the numbers of their samples."""
 
     # A rank without a document runs a batch without targets, since FSDP needs every rank for its collectives.
     _IDLE_TOKENS = 8
 
-    def __init__(
-        self,
-        dataset: PackedDataset | MixedDataset,
-        collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]],
-    ) -> None:
+    def __init__(self, dataset: PackedDataset | MixedDataset, collate_fn: Collate) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
 
-    def __getitem__(self, step: _Step) -> tuple[_Step, list[dict[str, Any]]]:
-        return step, [self._collate(numbers) for numbers in step.own]
+    def __getitem__(self, located: tuple[StepDocuments, list[list[int]]]) -> tuple[StepDocuments, list[dict[str, Any]]]:
+        step, own = located
+        return step, [self._collate(numbers) for numbers in own]
 
     def _collate(self, numbers: list[int]) -> dict[str, Any]:
         documents = [tokens for number in numbers for tokens in self.dataset.tokens(number)]
@@ -439,7 +394,7 @@ def evaluation_batches(
     dataset: PackedDataset,
     micro_batch_size: int,
     max_tokens: int | None = None,
-    collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+    collate_fn: Collate | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Every sample of one epoch once, in batches of at most `micro_batch_size`.
 
@@ -454,9 +409,7 @@ def evaluation_batches(
         yield collate_fn([dataset[number] for number in range(first, last)])
 
 
-def _packed_batches(
-    dataset: PackedDataset, max_tokens: int, collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
+def _packed_batches(dataset: PackedDataset, max_tokens: int, collate_fn: Collate) -> Iterator[dict[str, Any]]:
     documents: list[np.ndarray] = []
     extras: list[bytes] = []
     size = 0

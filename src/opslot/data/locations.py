@@ -18,6 +18,7 @@ class ByteRange:
             Compressed files, JSON arrays and tar files are one range.
         size: bytes of text, estimated for tables and compressed files.
         format: "text", "jsonl", "json_array", "parquet", "arrow" or "tar".
+        sample_by: what a document is in plain text, as in `DataConfig`.
     """
 
     file: Path
@@ -25,6 +26,7 @@ class ByteRange:
     stop: int
     size: int
     format: str
+    sample_by: str = "document"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import torch
 from opslot._base.errors import ConfigError, DataError
 from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
 from opslot.data.collation import IGNORE_INDEX, LABELED
-from opslot.data.encoder import SampleError, digest, limit_length, records_of
+from opslot.data.encoder import MediaDocument, SampleError, digest
 from opslot.data.encoder_cost import encoder_cost
 from opslot.data.expanded_text import moved_spans
 from opslot.data.media import (
@@ -36,9 +36,8 @@ from opslot.data.media import (
     to_bytes,
 )
 from opslot.data.media_parts import COLUMNS, has_unused_tag, separate_media
-from opslot.data.packing import MediaDocument
 from opslot.data.processor_call import audio_without_tokens, call_processor, cut_audio, source_has
-from opslot.data.records import ByteRange, Location
+from opslot.data.records import Location
 from opslot.data.rope_positions import RopePositions
 
 if TYPE_CHECKING:
@@ -112,7 +111,6 @@ class MultimodalEncoder(ChatEncoder):
         self.check_features = check_features
         # Of a prefix language model, whose prompt is bidirectional: its processor takes the answers apart as `suffix`.
         self.has_prefix = "suffix" in inspect.signature(type(self.processor).__call__).parameters
-        self._media: list[tuple[str, Any]] = []
 
     def identity(self) -> dict[str, Any]:
         known = self.processor.to_dict()
@@ -129,34 +127,38 @@ class MultimodalEncoder(ChatEncoder):
             **({} if self.limits.max_fps is None else {"data.max_fps": self.limits.max_fps}),
         }
 
-    def render(self, record: Mapping[str, Any], columns: Sequence[str]) -> list[Rendered]:
+    def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
         try:
-            record, self._media = separate_media(record, columns[0])
+            record, media = separate_media(record, self.columns[where.file][0])
         except MediaError as error:
             raise SampleError(str(error)) from error
-        return super().render(record, columns)
+        rendered = super().samples(where, record)
+        tagged = any(has_unused_tag(sample.messages) for sample in rendered)
+        # A record counts once.
+        return [(*self._document(where, each, media), tagged and each is rendered[0]) for each in rendered]
 
-    def encode(
-        self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
-    ) -> Iterator[list[MediaDocument]]:
-        for where, record in records_of(self, ranges, sample_by, problems, counts):
-            try:
-                samples = self.render(record, self.columns[where.file])
-                media = self._media
-                if any(has_unused_tag(sample.messages) for sample in samples):
-                    counts["tag"] += 1
-                found = [self._document(where, sample, media, counts) for sample in samples]
-                yield [document for document in found if document is not None]
-            except SampleError as error:
-                if self.on_bad_sample == "skip":
-                    counts["malformed"] += 1
-                else:
-                    problems.append(f"{where}: {error}")
+    def size_of(self, sample: Any) -> int:
+        return self.batch_size
+
+    def documents(
+        self, batch: list[tuple[Location, Any]], problems: list[str], counts: Counter[str]
+    ) -> Iterator[MediaDocument]:
+        """Media are never cut."""
+        limits = {"video": "data.max_frames or data.max_pixels", "image": "data.max_pixels"}
+        for where, (document, kinds, tagged) in batch:
+            if tagged:
+                counts["tag"] += 1
+            fix = next((f"lower {limit}, " for kind, limit in limits.items() if kind in kinds), "")
+            cut = document.tokens["token"][self.max_seq_len :]
+            can_truncate = not np.isin(cut, self.media_tokens).any()
+            kept = self.limited(where, document.tokens, problems, counts, can_truncate=can_truncate, other_fix=fix)
+            if self.is_trained(kept, counts):
+                yield document._replace(tokens=kept)
 
     def _document(
-        self, where: Location, sample: Rendered, media: list[tuple[str, Any]], counts: Counter[str]
-    ) -> MediaDocument | None:
-        """A sample's tokens, labels and media; None if it is left out, which is counted."""
+        self, where: Location, sample: Rendered, media: list[tuple[str, Any]]
+    ) -> tuple[MediaDocument, set[str]]:
+        """A sample's tokens, labels and media, and the kinds of those."""
         used = _used(sample, media)
         description: dict[str, Any] = {
             "where": str(where),
@@ -178,12 +180,9 @@ class MultimodalEncoder(ChatEncoder):
             raise SampleError(problem)
         self._check_placeholders(ids, inputs, used, sample.text)
         self._rotary_positions(ids, inputs, tracks)
-        placeholder = torch.isin(ids, torch.tensor(self.media_tokens))
-        tokens["label"][placeholder.numpy()] = IGNORE_INDEX
-        kept = self._shortened(tokens, placeholder, {kind for kind, _ in used}, counts)
-        if kept is None:
-            return None
-        return MediaDocument(kept, to_bytes(description), encoder_cost(self.config, inputs))
+        tokens["label"][np.isin(tokens["token"], self.media_tokens)] = IGNORE_INDEX
+        document = MediaDocument(tokens, to_bytes(description), encoder_cost(self.config, inputs))
+        return document, {kind for kind, _ in used}
 
     def _short_audio(self, text: str, expanded: str, audio: Sequence[np.ndarray]) -> str:
         """What is wrong where the model has no features of an audio; "" for nothing."""
@@ -207,25 +206,6 @@ class MultimodalEncoder(ChatEncoder):
         if spans is not None:
             spans = moved_spans(sample.text, expanded, spans, self._placeholders(sample.text))
         return trained_tokens(spans, encoded["offset_mapping"])
-
-    def _shortened(
-        self, tokens: np.ndarray, placeholder: torch.Tensor, kinds: Set[str], counts: Counter[str]
-    ) -> np.ndarray | None:
-        """At most `max_seq_len` tokens with a trained one among them; None without. Media are never cut."""
-        limits = {"video": "data.max_frames or data.max_pixels", "image": "data.max_pixels"}
-        fix = next((f"lower {limit}, " for kind, limit in limits.items() if kind in kinds), "")
-        kept: np.ndarray | None = limit_length(
-            tokens,
-            self.max_seq_len,
-            self.long_samples,
-            counts,
-            can_truncate=not placeholder[self.max_seq_len :].any(),
-            other_fix=fix,
-        )
-        if kept is not None and (kept["label"][1:] == IGNORE_INDEX).all():
-            counts["without a trained token"] += 1
-            return None
-        return kept
 
     def features(self, extra: bytes, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Features, and "position_ids" [axes, S], of a document with tokens [S].

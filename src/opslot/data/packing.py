@@ -11,9 +11,8 @@ first buffers are small, so that training starts when a single shard is tokenize
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -21,56 +20,14 @@ from torch.utils.data import Dataset
 from opslot._base.errors import DataError
 from opslot.data.collation import make_sample
 
-
-class MediaDocument(NamedTuple):
-    """A document with images, video or audio.
-
-    Attributes:
-        tokens: `LABELED`, with the placeholders of the media.
-        extra: what its features are computed from when it is in a batch.
-        cost: estimated FLOPs of the encoders of its media, in tokens of the language model.
-    """
-
-    tokens: np.ndarray
-    extra: bytes
-    cost: float
+if TYPE_CHECKING:
+    from opslot.data.corpus import TokenCorpus, TokenShard
 
 
 # Shards in the largest shuffle buffer: 256 MiB of text.
 _LARGEST_BUFFER = 64
 # Last element of the seed of each random draw: NumPy pads seeds with zeros, so each draw needs its own number.
 _SHARD_ORDER, _DOCUMENT_ORDER, _SAMPLE_ORDER = 1, 2, 3
-
-
-class Shard(Protocol):
-    """Documents of a part of the corpus: `opslot.data.TokenShard`."""
-
-    lengths: np.ndarray
-
-    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray: ...
-
-
-@runtime_checkable
-class MediaShard(Protocol):
-    """A shard whose documents may have media."""
-
-    def extra(self, document: int) -> bytes | None: ...
-
-    def cost(self, document: int) -> float: ...
-
-
-class Corpus(Protocol):
-    """Shards that are tokenized on demand: `opslot.data.TokenCorpus`."""
-
-    @property
-    def identity(self) -> dict[str, Any]: ...
-
-    @property
-    def sizes(self) -> np.ndarray: ...
-
-    def shard(self, number: int) -> Shard: ...
-
-    def prepare(self, numbers: Sequence[int] | np.ndarray) -> None: ...
 
 
 class Documents:
@@ -81,11 +38,11 @@ class Documents:
         identity: parameters of the selection, for `PackedDataset.identity`.
     """
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: TokenCorpus) -> None:
         self.shards: np.ndarray = np.arange(len(corpus.sizes))
         self.identity: Any = None
 
-    def of(self, number: int, shard: Shard) -> np.ndarray:
+    def of(self, number: int, shard: TokenShard) -> np.ndarray:
         """The selected documents of shard `number`, ascending, int64."""
         return np.arange(len(shard.lengths))
 
@@ -126,7 +83,7 @@ class _ShuffleBuffer:
         samples: the samples that end in this buffer, in shuffled order.
     """
 
-    shards: list[Shard]
+    shards: list[TokenShard]
     shard_indices: np.ndarray
     documents: np.ndarray
     lengths: np.ndarray
@@ -157,7 +114,7 @@ class PackedDataset(Dataset):
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: TokenCorpus,
         max_seq_len: int,
         *,
         packing: bool = True,
@@ -219,28 +176,24 @@ class PackedDataset(Dataset):
 
     def tokens(self, number: int) -> list[np.ndarray]:
         """Tokens of each document of sample `number`, unsigned or `LABELED`, without padding."""
-        epoch, buffer_number, index = self._locate(number)
-        buffer = self._buffer(epoch, buffer_number)
-        return self._documents_of(buffer, int(buffer.samples[index - _before(epoch.samples, buffer_number)]))
+        return self._documents_of(*self._sample(number))
 
     def extras(self, number: int) -> list[bytes]:
         """`MediaDocument.extra` of each document of sample `number`; empty where documents have none."""
         if self.packing:
             return []
         shard, document = self._document_of(number)
-        extra = shard.extra(document) if isinstance(shard, MediaShard) else None
+        extra = shard.extra(document)
         return [] if extra is None else [extra]
 
     def costs(self, first: int, stop: int) -> np.ndarray:
         """`MediaDocument.cost` of the samples [first, stop), float64; zero where documents have none."""
         located = [self._document_of(number) for number in range(first, stop)]
-        return np.array([shard.cost(d) if isinstance(shard, MediaShard) else 0.0 for shard, d in located])
+        return np.array([shard.cost(document) for shard, document in located])
 
-    def _document_of(self, number: int) -> tuple[Shard, int]:
+    def _document_of(self, number: int) -> tuple[TokenShard, int]:
         """The shard of a sample that is one document, and the document's number there."""
-        epoch, buffer_number, index = self._locate(number)
-        buffer = self._buffer(epoch, buffer_number)
-        sample = int(buffer.samples[index - _before(epoch.samples, buffer_number)])
+        buffer, sample = self._sample(number)
         position = int(np.searchsorted(buffer.starts, sample, side="right")) - 1
         return buffer.shards[buffer.shard_indices[position]], int(buffer.documents[position])
 
@@ -262,9 +215,8 @@ class PackedDataset(Dataset):
     def attended_pairs(self, number: int) -> int:
         """Sum of the squared lengths of the documents in sample `number`, to which its attention is proportional."""
         assert self.packing, "samples are single documents"
-        epoch, buffer_number, index = self._locate(number)
-        buffer = self._buffer(epoch, buffer_number)
-        begin = int(buffer.samples[index - _before(epoch.samples, buffer_number)]) * self.max_seq_len
+        buffer, sample = self._sample(number)
+        begin = sample * self.max_seq_len
         first, last = np.searchsorted(buffer.starts, [begin, begin + self.max_seq_len])
         ends = [begin, *buffer.starts[first:last].tolist(), min(begin + self.max_seq_len, int(buffer.starts[-1]))]
         return int((np.diff(ends) ** 2).sum())
@@ -305,6 +257,12 @@ class PackedDataset(Dataset):
             "train.seed": self.seed,
             "data.eval_fraction": self.documents.identity,
         }
+
+    def _sample(self, number: int) -> tuple[_ShuffleBuffer, int]:
+        """The shuffle buffer of a sample, and its index in the epoch's stream."""
+        epoch, buffer_number, index = self._locate(number)
+        buffer = self._buffer(epoch, buffer_number)
+        return buffer, int(buffer.samples[index - _before(epoch.samples, buffer_number)])
 
     def _locate(self, number: int) -> tuple[_Epoch, int, int]:
         """Epoch of a sample, number of its shuffle buffer there, and its index in the epoch."""
@@ -374,7 +332,7 @@ class PackedDataset(Dataset):
             )
         return self._buffers[key]
 
-    def _draw(self, epoch: _Epoch, buffer_number: int) -> tuple[list[Shard], np.ndarray, np.ndarray]:
+    def _draw(self, epoch: _Epoch, buffer_number: int) -> tuple[list[TokenShard], np.ndarray, np.ndarray]:
         """Shards of a buffer and, for each document in shuffled order, the index of its shard and its number there."""
         numbers = [int(number) for number in epoch.buffers[buffer_number]]
         shards = [self.corpus.shard(number) for number in numbers]
@@ -419,7 +377,7 @@ class PackedDataset(Dataset):
         return parts
 
 
-def _lengths_of(shards: list[Shard], shard_indices: np.ndarray, documents: np.ndarray) -> np.ndarray:
+def _lengths_of(shards: list[TokenShard], shard_indices: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """Tokens in each document, given as in `_ShuffleBuffer`."""
     firsts = np.cumsum([0, *(len(shard.lengths) for shard in shards)])[:-1]
     return np.concatenate([shard.lengths for shard in shards])[firsts[shard_indices] + documents]

@@ -48,7 +48,12 @@ class FileColumns:
 
 
 def split_into_shards(
-    files: Sequence[Path], columns: Columns, max_bytes: int, problems: list[str], format: str = "auto"
+    files: Sequence[Path],
+    columns: Columns,
+    max_bytes: int,
+    problems: list[str],
+    format: str = "auto",
+    sample_by: str = "document",
 ) -> list[tuple[ByteRange, ...]]:
     """Split `files`, in order, into shards of about `max_bytes` of text; errors are appended to `problems`.
 
@@ -57,11 +62,12 @@ def split_into_shards(
 
     Args:
         columns: the columns that are read of each table.
+        format, sample_by: as in `DataConfig`.
     """
     shards: list[list[ByteRange]] = [[]]
     size = 0
     for file in files:
-        for part in _byte_ranges(file, columns.get(file, ()), max_bytes, problems, format):
+        for part in _byte_ranges(file, columns.get(file, ()), max_bytes, problems, format, sample_by):
             if shards[-1] and size + part.size > max_bytes:
                 shards.append([])
                 size = 0
@@ -70,10 +76,10 @@ def split_into_shards(
     return [tuple(shard) for shard in shards if shard]
 
 
-def read_ranges(ranges: Sequence[ByteRange], text_field: str, sample_by: str, problems: list[str]) -> Iterator[str]:
+def read_ranges(ranges: Sequence[ByteRange], text_field: str, problems: list[str]) -> Iterator[str]:
     """Texts of `ranges` in order, without blank ones; errors are appended to `problems`."""
     columns = {part.file: [text_field] for part in ranges}
-    for where, record in read_records(ranges, columns, sample_by, problems):
+    for where, record in read_records(ranges, columns, problems):
         text, problem = text_of(record, text_field)
         if problem:
             problems.append(f"{where}: {problem}")
@@ -82,11 +88,7 @@ def read_ranges(ranges: Sequence[ByteRange], text_field: str, sample_by: str, pr
 
 
 def read_records(
-    ranges: Sequence[ByteRange],
-    columns: Columns,
-    sample_by: str,
-    problems: list[str],
-    malformed: list[str] | None = None,
+    ranges: Sequence[ByteRange], columns: Columns, problems: list[str], malformed: list[str] | None = None
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     """Records of `ranges` in order, without those whose columns are all null; errors are appended to `problems`.
 
@@ -98,7 +100,7 @@ def read_records(
     malformed = problems if malformed is None else malformed
     for part in ranges:
         try:
-            yield from _READERS[part.format](part, columns.get(part.file, ()), sample_by, problems, malformed)
+            yield from _READERS[part.format](part, columns.get(part.file, ()), problems, malformed)
         except OSError as error:
             problems.append(f"{part.file}: {error.strerror or error}")
 
@@ -113,7 +115,7 @@ def columns_in(file: Path, format: str, problems: list[str]) -> FileColumns | No
         return FileColumns([])
     found: list[str] = []
     part = ByteRange(file, 0, file.stat().st_size, 1, kind)
-    for _, record in read_records([part], {}, "document", found):
+    for _, record in read_records([part], {}, found):
         return FileColumns([str(name) for name in record], first=record)
     problems += found[:1]
     return None
@@ -164,7 +166,7 @@ def _open(file: Path) -> Any:
 
 
 def _byte_ranges(
-    file: Path, columns: Sequence[str], max_bytes: int, problems: list[str], format: str
+    file: Path, columns: Sequence[str], max_bytes: int, problems: list[str], format: str, sample_by: str
 ) -> Iterator[ByteRange]:
     size = file.stat().st_size
     try:
@@ -182,7 +184,7 @@ def _byte_ranges(
     else:
         for start in range(0, size, max_bytes):
             stop = min(start + max_bytes, size)
-            yield ByteRange(file, start, stop, stop - start, kind)
+            yield ByteRange(file, start, stop, stop - start, kind, sample_by)
 
 
 def _bounds(file: BinaryIO, part: ByteRange, separator: re.Pattern[bytes]) -> tuple[int, int]:
@@ -211,10 +213,10 @@ def _next_start(file: BinaryIO, offset: int, size: int, separator: re.Pattern[by
 
 
 def _read_text(
-    part: ByteRange, columns: Sequence[str], sample_by: str, problems: list[str], _malformed: list[str]
+    part: ByteRange, columns: Sequence[str], problems: list[str], _malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     with part.file.open("rb") as file:
-        start, stop = _bounds(file, part, _BLANK_LINE if sample_by == "paragraph" else _NEWLINE)
+        start, stop = _bounds(file, part, _BLANK_LINE if part.sample_by == "paragraph" else _NEWLINE)
         file.seek(start)
         data = file.read(stop - start)
     try:
@@ -223,14 +225,14 @@ def _read_text(
         problems.append(f"{part.file}: not UTF-8 text (byte {start + error.start}); convert it, or remove it")
         return
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    texts = [text] if sample_by == "document" else text.split("\n" if sample_by == "line" else "\n\n")
+    texts = [text] if part.sample_by == "document" else text.split("\n" if part.sample_by == "line" else "\n\n")
     field = columns[0] if columns else "text"
     for number, document in enumerate(texts, 1):
         yield Location(part.file, "document", number), {field: document}
 
 
 def _read_json_lines(
-    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str], malformed: list[str]
+    part: ByteRange, _columns: Sequence[str], problems: list[str], malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     whole = part.file.suffix.lower() in COMPRESSIONS
     try:
@@ -258,7 +260,7 @@ def _read_json_lines(
 
 
 def _read_json_array(
-    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str], malformed: list[str]
+    part: ByteRange, _columns: Sequence[str], problems: list[str], malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     """Items of an array, one at a time, without reading the whole file into memory."""
     try:
@@ -400,7 +402,7 @@ def _arrow_batches(part: ByteRange, columns: Sequence[str]) -> Iterator[tuple[in
 
 
 def _read_table(
-    part: ByteRange, columns: Sequence[str], _sample_by: str, problems: list[str], _malformed: list[str]
+    part: ByteRange, columns: Sequence[str], problems: list[str], _malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     import pyarrow as pa
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from opslot._base.errors import DataError
-from opslot.data.packing import Corpus, Documents, Shard
+from opslot.data.packing import Documents
+
+if TYPE_CHECKING:
+    from opslot.data.corpus import TokenCorpus, TokenShard
 
 # An evaluation reads at most this many shards: `fraction` of 256 MiB of text.
 _MOST_SHARDS = 64
@@ -13,7 +18,7 @@ _MOST_SHARDS = 64
 _HELD_OUT_SHARDS, _HELD_OUT_DOCUMENTS = 4, 5
 
 
-def split_documents(corpus: Corpus, fraction: float, seed: int) -> tuple[Documents, Documents]:
+def split_documents(corpus: TokenCorpus, fraction: float, seed: int) -> tuple[Documents, Documents]:
     """Documents for training and for evaluation.
 
     The second selection holds `fraction` of the documents, at least one; of a large corpus, that fraction of randomly
@@ -23,13 +28,13 @@ def split_documents(corpus: Corpus, fraction: float, seed: int) -> tuple[Documen
         DataError: the corpus is a single document.
     """
     split = _Split(corpus, fraction, seed)
-    return _Kept(corpus, split), _HeldOut(split)
+    return _Part(split, held_out=False), _Part(split, held_out=True)
 
 
 class _Split:
     """The numbers of the documents that are held out."""
 
-    def __init__(self, corpus: Corpus, fraction: float, seed: int) -> None:
+    def __init__(self, corpus: TokenCorpus, fraction: float, seed: int) -> None:
         self.corpus = corpus
         self.fraction = fraction
         self.seed = seed
@@ -67,23 +72,18 @@ class _Split:
         return self._first
 
 
-class _HeldOut(Documents):
-    def __init__(self, split: _Split) -> None:
-        self.shards = split.shards
+class _Part(Documents):
+    """The documents that are held out, or all others."""
+
+    def __init__(self, split: _Split, held_out: bool) -> None:
+        super().__init__(split.corpus)
         self.identity = split.fraction
-        self._split = split
-
-    def of(self, number: int, shard: Shard) -> np.ndarray:
-        return self._split.of(number, len(shard.lengths))
-
-
-class _Kept(Documents):
-    def __init__(self, corpus: Corpus, split: _Split) -> None:
-        super().__init__(corpus)
-        self.identity = split.fraction
-        self._split = split
+        self._split, self._held_out = split, held_out
         self._touched = frozenset(split.shards.tolist())
+        if held_out:
+            self.shards = split.shards
 
-    def of(self, number: int, shard: Shard) -> np.ndarray:
-        every = np.arange(len(shard.lengths))
-        return np.delete(every, self._split.of(number, len(every))) if number in self._touched else every
+    def of(self, number: int, shard: TokenShard) -> np.ndarray:
+        every = super().of(number, shard)
+        held_out = self._split.of(number, len(every)) if number in self._touched else every[:0]
+        return held_out if self._held_out else np.delete(every, held_out)

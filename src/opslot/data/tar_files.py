@@ -23,7 +23,7 @@ _COLUMN_OF = {suffix: column for column, suffixes in _COLUMNS.items() for suffix
 
 
 def read_tar(
-    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str], malformed: list[str]
+    part: ByteRange, _columns: Sequence[str], problems: list[str], malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     """The samples of a tar file, one at a time in memory; see `records.read_records`."""
     try:

@@ -16,10 +16,11 @@ import torch
 
 from opslot._base.errors import DataError, TrainingError
 from opslot._base.files import remove_temporary_files, write_json, write_text
-from opslot.checkpoint.training_state import load_snapshot
+from opslot.checkpoint.training_state import load_snapshot, read_state, take_snapshot
 from opslot.data import count_targets
 from opslot.distributed import (
     clip_grad_norm,
+    gather_objects,
     gradient_sync,
     on_first_rank,
     shard_sequence,
@@ -27,7 +28,6 @@ from opslot.distributed import (
 )
 from opslot.models._own_loss import call_with_share_of_loss
 from opslot.slots import explain
-from opslot.trainer import checkpointing
 from opslot.trainer.best import BestEvaluation
 from opslot.trainer.callbacks import (
     Callback,
@@ -43,6 +43,7 @@ from opslot.trainer.callbacks import (
     TrackioCallback,
     WandbCallback,
 )
+from opslot.trainer.checkpointing import CHECKPOINTS, find_checkpoints
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
 from opslot.trainer.kernels import kernel_record
@@ -51,7 +52,7 @@ from opslot.trainer.optimizer import build_optimizer, learning_rate, require_sam
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parse import config_changes, to_yaml
 from opslot.trainer.prepare import prepare_model
-from opslot.trainer.random_states import restore_random_states, seed_everything
+from opslot.trainer.random_states import random_states, restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
 from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, start_processes, with_default_precision
 from opslot.trainer.stopping import StopRequest
@@ -142,7 +143,7 @@ class BaseTrainer(ABC):
         self._restore()
         self._first_step = self.step
         self.saver = CheckpointSaver(
-            self.output_dir / checkpointing.CHECKPOINTS,
+            self.output_dir / CHECKPOINTS,
             keep=config.train.checkpoint.save_total_limit,
             background=config.train.checkpoint.async_save,
         )
@@ -304,7 +305,7 @@ class BaseTrainer(ABC):
     def save_checkpoint(self) -> Path:
         """Write a checkpoint of the current step; with `async_save` it is complete after `self.saver.wait()`."""
         return self.saver.save(
-            checkpointing.take_snapshot(
+            take_snapshot(
                 self.step,
                 self.model,
                 self.optimizer,
@@ -314,6 +315,7 @@ class BaseTrainer(ABC):
                     "config": asdict(self.config),
                     "loss_scale": self.loss_scaler.state_dict(),
                     "best": self.best.state_dict(),
+                    "random": gather_objects(random_states()),
                 },
                 kernel_record(self.model),
             )
@@ -385,7 +387,7 @@ class BaseTrainer(ABC):
                     (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
             loss += cross_entropy.detach()
         self.loss_scaler.unscale(self.model.parameters())
-        grad_norm = self._clip_gradients().item()
+        grad_norm = clip_grad_norm(self.model.parameters(), self.config.train.max_grad_norm or math.inf).item()
         step_loss, step_aux = sum_over_ranks(loss.item(), 0.0 if aux_loss is None else aux_loss.item())
         return step_loss, None if aux_loss is None else step_aux, grad_norm
 
@@ -432,14 +434,10 @@ class BaseTrainer(ABC):
         self._stop_signal = next((int(n) for n, count in zip(numbers, received, strict=True) if count), None)
         return self._stop_signal is not None
 
-    def _clip_gradients(self) -> torch.Tensor:
-        limit = self.config.train.max_grad_norm or math.inf
-        return clip_grad_norm(self.model.parameters(), limit)
-
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
-        kept = checkpointing.find_checkpoints(self.output_dir / checkpointing.CHECKPOINTS)
+        kept = find_checkpoints(self.saver.folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         raise TrainingError(
             f"step {self.step + 1}: the loss is {loss} and the gradient norm {grad_norm}",
@@ -456,7 +454,7 @@ class BaseTrainer(ABC):
             if self.config.train.checkpoint.resume_from == "latest":
                 self.say(f"no checkpoint in {self.output_dir}; starting from step 1")
             return
-        state, _ = checkpointing.read_state(checkpoint)
+        state, _ = read_state(checkpoint)
         require_same_optimizer(checkpoint, state.get("config") or {}, self.config.train.optimizer)
         self.batches.load_state_dict(state["data"])
         load_snapshot(checkpoint, self.model, self.optimizer)

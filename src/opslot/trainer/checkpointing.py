@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import training_state
-from opslot.checkpoint.training_state import STATE_FILE, Snapshot, is_complete
-from opslot.trainer.random_states import random_states
+from opslot.checkpoint.training_state import Snapshot, is_complete
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
-
-__all__ = ["CHECKPOINTS", "STATE_FILE", "Snapshot", "is_complete"]
 
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
@@ -54,20 +50,6 @@ def newer_checkpoints(checkpoint: Path) -> list[Path]:
     return [path for path in find_checkpoints(checkpoint.parent) if 0 <= step < step_of(path)]
 
 
-def take_snapshot(
-    step: int,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    kernels: dict[str, Any],
-) -> Snapshot:
-    """The current state with the random generators of all ranks; every rank calls it. The tensors are not copied."""
-    from opslot.distributed.consensus import gather_objects
-
-    state = {**state, "random": gather_objects(random_states())}
-    return training_state.take_snapshot(step, model, optimizer, state, kernels)
-
-
 def write_snapshot(
     folder: Path, snapshot: Snapshot, keep: int | None = None, group: ProcessGroup | None = None
 ) -> Path:
@@ -84,21 +66,6 @@ def write_snapshot(
         for old in find_checkpoints(folder)[:-keep]:
             training_state.discard(old)
     return final
-
-
-def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of the run and the kernels that a checkpoint records.
-
-    Raises:
-        CheckpointError: either file is damaged.
-    """
-    state, kernels = training_state.read_state(folder)
-    tokens, data = state.get("tokens_seen"), state.get("data")
-    if type(tokens) is not int or tokens < 0:
-        raise training_state.damaged(folder, f"{STATE_FILE}: tokens_seen is {str(tokens)[:40]!r}")
-    if not isinstance(data, dict):
-        raise training_state.damaged(folder, f"{STATE_FILE}: data is {str(data)[:40]!r}")
-    return state, kernels
 
 
 def _named(folder: Path) -> list[Path]:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from opslot.trainer.checkpointing import (
-    CHECKPOINTS,
-    STATE_FILE,
-    damaged_checkpoints,
-    find_checkpoints,
-    is_complete,
-    newer_checkpoints,
-    step_of,
-)
+from opslot.checkpoint.training_state import STATE_FILE, is_complete
+from opslot.trainer.checkpointing import CHECKPOINTS, damaged_checkpoints, find_checkpoints, newer_checkpoints, step_of
 from opslot.trainer.config import TrainConfig
 
 

@@ -12,13 +12,13 @@ import torch
 from opslot._base.errors import ConfigError
 from opslot.checkpoint import initialize_weights
 from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
+from opslot.checkpoint.training_state import read_state
 from opslot.distributed import ParallelState
 from opslot.models import load_foundation_weights
 from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.models._parts import freeze, select
 from opslot.models.parallelize import parallelize
 from opslot.models.quantized_linear import quantize_layers
-from opslot.trainer.checkpointing import read_state
 from opslot.trainer.config import RunConfig
 from opslot.trainer.kernels import pin_kernels, require_same_kernels
 from opslot.trainer.lora import add_adapters

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from opslot._base.errors import ConfigError
 from opslot._base.files import write_text
-from opslot.trainer.callbacks.writers import METRICS_FILE, SAMPLES_FILE, read_metrics
+from opslot.trainer.callbacks.writers import METRICS_FILE, SAMPLES_FILE, read_lines, read_metrics
 
 REPORT_FILE = "report.html"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 220, 64, 26, 10
@@ -106,7 +106,8 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 def page(run: Path, records: Sequence[Mapping[str, Any]]) -> str:
     """The whole document."""
-    kernels, samples = _read_json(run / "kernels.json"), _read_samples(run / SAMPLES_FILE)
+    kernels = _read_json(run / "kernels.json")
+    samples = [line for line in read_lines(run / SAMPLES_FILE) if {"prompt", "answer"} <= line.keys()]
     parts = [f"<header><h1>{escape(run.resolve().name)}</h1>", f"<p>{escape(str(run.resolve()))}</p></header>"]
     parts += ['<div class="cards">', *_figures(records), '</div><h2>Training</h2><div class="plots">']
     parts += [*(_plot(plot, records) for plot in _PLOTS), "</div>"]
@@ -269,19 +270,6 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _read_samples(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of samples.jsonl."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            sample = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(sample, dict) and {"prompt", "answer"} <= sample.keys() and type(sample.get("step")) is int:
-            found.append(sample)
-    return found
 
 
 def _number(record: Mapping[str, Any], name: str) -> float | None:

@@ -220,8 +220,7 @@ class RunData:
         shards: dict[str, Any] = {"shard_bytes": _MEDIA_SHARD_BYTES} if self.config.task == "vlm" else {}
         return open_corpus(
             files,
-            self.tokenizer,
-            encoder=self.encoder,
+            self.encoder,
             sample_by=data.sample_by,
             format=data.format,
             cache_dir=data.cache_dir,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.logging import get_logger
+from opslot.checkpoint.training_state import Snapshot
 from opslot.trainer import checkpointing
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class CheckpointSaver:
         """Whether the save in the background ended with an error that has not been raised yet."""
         return self._error is not None
 
-    def save(self, snapshot: checkpointing.Snapshot) -> Path:
+    def save(self, snapshot: Snapshot) -> Path:
         """Wait for the previous save, then write `snapshot`; returns its folder, which exists when it is complete.
 
         Raises:
@@ -103,7 +104,7 @@ class CheckpointSaver:
             self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         return self._stager.stage(tensors)
 
-    def _write(self, snapshot: checkpointing.Snapshot) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         import torch
 
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import shutil
 import uuid
 from dataclasses import asdict
@@ -21,22 +22,30 @@ SAMPLES_FILE = "samples.jsonl"
 RUN_ID_FILE = "wandb_run_id"
 
 
-def read_metrics(output_dir: Path, last_step: int | None = None) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl up to `last_step`; other lines (cut by a kill, edited) are dropped."""
-    path = output_dir / METRICS_FILE
-    records: list[dict[str, Any]] = []
+def read_metrics(output_dir: Path, last_step: float = math.inf) -> list[dict[str, Any]]:
+    """Records of metrics.jsonl up to `last_step`."""
+    records = read_lines(output_dir / METRICS_FILE, last_step)
+    return [record for record in records if type(record.get("loss")) in (int, float)]
+
+
+def read_lines(path: Path, last_step: float = math.inf) -> list[dict[str, Any]]:
+    """JSON objects of steps up to `last_step`, one a line; other lines (cut by a kill, edited) are dropped."""
+    found: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if _is_record(record) and (last_step is None or record["step"] <= last_step):
-            records.append(record)
-    return records
+        if isinstance(record, dict) and type(record.get("step")) is int and record["step"] <= last_step:
+            found.append(record)
+    return found
 
 
-def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and type(value.get("step")) is int and type(value.get("loss")) in (int, float)
+def _keep_lines(path: Path, last_step: int) -> None:
+    """Remove the lines after a resumed step."""
+    if path.is_file():
+        kept = read_lines(path, last_step)
+        write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
 
 
 class EvaluationCallback(Callback):
@@ -47,7 +56,7 @@ class EvaluationCallback(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         if is_first_rank():
-            _drop_samples(trainer.output_dir / SAMPLES_FILE, trainer.step)
+            _keep_lines(trainer.output_dir / SAMPLES_FILE, trainer.step)
 
     def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.eval_steps
@@ -79,20 +88,6 @@ class EvaluationCallback(Callback):
                 trainer.say(f"  {prompt!r} -> {answer!r}")
 
 
-def _drop_samples(path: Path, last_step: int) -> None:
-    """Remove the samples after a resumed step, as from metrics.jsonl."""
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_text(path, "".join(line for line in lines if _step_of(line) <= last_step))
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, LookupError, TypeError):
-        return float("inf")
-
-
 class MetricsCallback(Callback):
     """metrics.jsonl: one JSON object per line; a resumed run first drops the lines after its checkpoint."""
 
@@ -100,9 +95,8 @@ class MetricsCallback(Callback):
         self._file: IO[str] | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        kept = read_metrics(trainer.output_dir, trainer.step)
         path = trainer.output_dir / METRICS_FILE
-        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        _keep_lines(path, trainer.step)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
