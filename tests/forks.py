@@ -236,7 +236,7 @@ if __name__ == "__main__":
     ):
         importlib.import_module(name)
     # pyarrow imports pandas where it is installed, and PEFT imports bitsandbytes and Inductor.
-    for name in ("pandas", "peft", "pytest", "rich.console", "torch.distributed.checkpoint"):
+    for name in ("jsonargparse", "pandas", "peft", "pytest", "rich.console", "torch.distributed.checkpoint"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     # Collecting garbage in a fork would copy what was imported.

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
+import copy
 import dataclasses
 import difflib
-import re
-import types
+import functools
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot.trainer.config import RunConfig
 from opslot.trainer.field_hints import known_elsewhere
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
 
 USAGE = "opslot train [CONFIG.yaml] [--section.field VALUE ...] [--traceback]"
 
@@ -37,8 +38,6 @@ _HALF = (
     "float16 parameters cannot be trained, since optimizer updates underflow; use float32 parameters with "
     "train.fsdp.param_dtype: float16 or bfloat16, or bfloat16 parameters"
 )
-# YAML reads these numbers as strings.
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _VALUE_HINTS = {("model.torch_dtype", name): _HALF for name in ("float16", "fp16", "half", "torch.float16")}
 
 
@@ -59,11 +58,16 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
         values = _read_yaml(Path(argv.pop(0)))
     problems: list[str] = []
     schema = _leaf_types(RunConfig)
-    given = _checked_values(values, schema, problems)
-    _check_overrides(argv, schema, given, problems)
+    parser = build_parser()
+    namespace = _checked_values(values, schema, parser, problems)
+    namespace = _checked_overrides(argv, schema, parser, namespace, problems)
     if problems:
         raise ConfigError(list_problems(f"the configuration has {count_of(problems)}", problems, shown=30))
-    return _built(RunConfig, given)
+    assert namespace is not None, "fields are independent, so a value that is not valid is a problem above"
+    complete = copy.deepcopy(_defaults())
+    complete.update(namespace)
+    parsed = parser.instantiate_classes(complete)
+    return RunConfig(**{section.name: getattr(parsed, section.name) for section in dataclasses.fields(RunConfig)})
 
 
 # What a first run sets; `opslot train --help-all` lists the others.
@@ -101,48 +105,55 @@ COMMON = {
 }
 
 
-def build_parser(*, every_field: bool = True) -> argparse.ArgumentParser:
-    """The parser of which `opslot train` prints the help: of every field, or of the common ones."""
-    more = "" if every_field else "\nThese are the common fields; `opslot train --help-all` lists all."
-    parser = argparse.ArgumentParser(
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+@functools.cache
+def build_parser(*, every_field: bool = True) -> ArgumentParser:
+    """The parser of `opslot train`; its help lists every field, or the common ones."""
+    from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter
+
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+    schema = _leaf_types(RunConfig)
+
+    class Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+        """Keeps the lines of the examples, and shows the type of fields whose values are not listed."""
+
+        def _get_type_str(self, action: Action) -> str | None:
+            kind = schema.get(action.dest)
+            return None if kind is None or kind is bool or _choices(kind) else _type_name(kind)
+
+    parser = ArgumentParser(
+        formatter_class=Formatter,
         prog="opslot train",
         usage=USAGE,
         description="Train on texts, chats, media or labels. Fields come from a YAML file, the command line, or both.",
-        epilog=EXAMPLES + more,
-        add_help=False,
+        epilog=EXAMPLES
+        if every_field
+        else f"{EXAMPLES}\nThese are the common fields; `opslot train --help-all` lists all.",
+        exit_on_error=False,
     )
-    parser.add_argument("-h", "--help", action="help", help="Show this help message and exit.")
-    _add_fields(parser, parser, RunConfig, "", every_field)
+    documented = RunConfig.__doc__ or ""
+    for section in dataclasses.fields(RunConfig):
+        kind = typing.get_type_hints(RunConfig)[section.name]
+        if dataclasses.is_dataclass(kind):
+            parser.add_class_arguments(kind, section.name)
+        else:
+            about = " ".join(documented.partition(f"{section.name}: ")[2].split())
+            parser.add_argument(f"--{section.name}", type=kind, default=section.default, help=about)
+    for action in parser._actions:
+        if action.dest in schema and not every_field and action.dest not in COMMON:
+            action.help = SUPPRESS
+        if action.dest != "help" and action.dest not in schema:
+            # jsonargparse's options for whole sections, which `_checked_overrides` does not accept.
+            action.help = SUPPRESS
+        # Nor does it accept jsonargparse's options that append to a list.
+        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
     return parser
 
 
-def _add_fields(parser: argparse.ArgumentParser, group: Any, cls: Any, prefix: str, every_field: bool) -> None:
-    """Add the fields of a section to the help, and after them those of the sections in it."""
-    described = _descriptions(cls)
-    kinds = typing.get_type_hints(cls)
-    inner = [name for name, kind in kinds.items() if dataclasses.is_dataclass(kind)]
-    for name in (name for name in kinds if name not in inner and (every_field or prefix + name in COMMON)):
-        kind, default = kinds[name], getattr(cls, name)
-        shown = "null" if default is None else default
-        # The values of these are listed, by argparse or in the text.
-        type_name = "" if kind is bool or _choices(kind) else f"type: {_type_name(kind)}, "
-        options: dict[str, Any] = {"metavar": name.upper()}
-        if bool in (kind, *typing.get_args(kind)):
-            options = {"choices": ("true", "false") if kind is bool else ("true", "false", "null")}
-        elif typing.get_origin(kind) is typing.Literal:
-            options = {"choices": _choices(kind)}
-        text = f"{described[name]} ({type_name}default: {shown})".replace("%", "%%")
-        group.add_argument(f"--{prefix}{name}", help=text, **options)
-    for name in inner:
-        title = described[name] if prefix else (kinds[name].__doc__ or "").partition("\n")[0]
-        _add_fields(parser, parser.add_argument_group(title.rstrip(".")), kinds[name], f"{prefix}{name}.", every_field)
-
-
-def _descriptions(cls: Any) -> dict[str, str]:
-    """What the docstring of a section says of each field."""
-    texts = re.split(r"^        (\w+): ", (cls.__doc__ or "").partition("Args:\n")[2], flags=re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in zip(texts[1::2], texts[2::2], strict=True)}
+@functools.cache
+def _defaults() -> Namespace:
+    """Every field as the parser leaves it if nothing is given, which takes longer than parsing what is given."""
+    return build_parser().parse_object({})
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -236,10 +247,16 @@ def _flatten(values: dict[str, Any], schema: dict[str, Any], prefix: str = "") -
             yield name, value
 
 
-def _checked_values(values: dict[str, Any], schema: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The values of fields in a YAML file, by dotted name."""
-    given: dict[str, Any] = {}
+def _checked_values(
+    values: dict[str, Any], schema: dict[str, Any], parser: ArgumentParser, problems: list[str]
+) -> Namespace | None:
     seen: set[str] = set()
+    every: dict[str, Any] = {}
+    for name, value in _flatten(values, schema):
+        if name in schema:
+            _merge(every, _nested(name, value))
+    # Parsing takes a while, so values are parsed one by one only if one of them is wrong.
+    parsed = _attempt(parser.parse_object, every)
     for name, value in _flatten(values, schema):
         if name in seen:
             problems.append(f"{name} is given twice, nested and with dots; remove one of them")
@@ -247,15 +264,22 @@ def _checked_values(values: dict[str, Any], schema: dict[str, Any], problems: li
         if name not in schema:
             problems.append(_section(name, value, schema) or _unknown(name, schema))
             continue
-        try:
-            given[name] = _converted(schema[name], value)
-        except ValueError:
+        if value is None and not _takes_none(schema[name]):
             problems.append(_wrong_type(name, value, schema))
-    return given
+            continue
+        if parsed is None and _attempt(parser.parse_object, _nested(name, value)) is None:
+            problems.append(_wrong_type(name, value, schema))
+    return parsed
 
 
-def _check_overrides(argv: list[str], schema: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
-    """Add the fields on the command line to `given`."""
+def _checked_overrides(
+    argv: list[str],
+    schema: dict[str, Any],
+    parser: ArgumentParser,
+    namespace: Namespace | None,
+    problems: list[str],
+) -> Namespace | None:
+    kept: list[tuple[str, str]] = []
     position = 0
     while position < len(argv):
         option = argv[position]
@@ -273,72 +297,48 @@ def _check_overrides(argv: list[str], schema: dict[str, Any], given: dict[str, A
         field = next((leaf for leaf in schema if name == leaf or name.startswith(f"{leaf}.")), None)
         if field is None or (name != field and "dict" not in str(schema[field])):
             problems.append(_section(name, value, schema) or _unknown(name, schema))
-            continue
-        found: Any = None if value == "null" else value
-        try:
-            if name != field:
-                known = given.get(field)
-                found = {name.removeprefix(f"{field}."): _from_text(Any, value)}
-                given[field] = _converted(schema[field], {**known, **found} if isinstance(known, dict) else found)
-            else:
-                given[field] = _from_text(schema[field], value)
-        except ValueError:
-            problems.append(_wrong_type(field, found, schema))
+        elif name == field and value == "null" and not _takes_none(schema[field]):
+            problems.append(_wrong_type(name, None, schema))
+        else:
+            kept.append((name, value))
+    if not kept:
+        return namespace
+    options = [f"--{name}={value}" for name, value in kept]
+    parsed = _attempt(parser.parse_args, options, namespace)
+    if parsed is None:
+        problems += [
+            _wrong_type(name, value, schema)
+            for (name, value), option in zip(kept, options, strict=True)
+            if _attempt(parser.parse_args, [option]) is None
+        ]
+    return parsed
 
 
-def _from_text(kind: Any, text: str) -> Any:
-    """The value of a field from the command line: YAML other than strings, or else the text itself."""
+def _attempt(parse: Callable[..., Namespace], *arguments: Any) -> Namespace | None:
+    import argparse
+
     try:
-        value = yaml.load(text, _UniqueKeys)
-    except (ValueError, yaml.YAMLError, RecursionError):
-        value = text
-    if text == "null":
-        return _converted(kind, None)
-    with contextlib.suppress(ValueError):
-        if text and not isinstance(value, str):
-            return _converted(kind, value)
-    return _converted(kind, text)
-
-
-def _converted(kind: Any, value: Any) -> Any:
-    """`value` as the type `kind`.
-
-    Raises:
-        ValueError: it is of another type.
-    """
-    origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any and isinstance(value, str) and _EXPONENT.fullmatch(value):
-        return float(value)
-    if kind is Any or (origin is typing.Literal and value in options):
-        return value
-    if origin in (typing.Union, types.UnionType):
-        for option in options:
-            with contextlib.suppress(ValueError):
-                return _converted(option, value)
-    elif origin is list and isinstance(value, list):
-        return [_converted(options[0], item) for item in value]
-    elif origin is dict and isinstance(value, dict):
-        return {str(key): _converted(options[1], item) for key, item in value.items()}
-    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    elif kind in (int, float) and isinstance(value, str) and value[-1:].isdigit():
-        return kind(value)
-    elif kind is type(None) and value in (None, "null"):
+        return parse(*arguments, defaults=False)
+    except (argparse.ArgumentError, TypeError, ValueError, RecursionError):
         return None
-    elif type(value) is kind:
-        return value
-    raise ValueError(f"{value!r} is not of type {_type_name(kind)}")
 
 
-def _built(cls: Any, given: dict[str, Any], prefix: str = "") -> Any:
-    """A section with the values that are given, by dotted name."""
-    values = {}
-    for name, kind in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(kind):
-            values[name] = _built(kind, given, f"{prefix}{name}.")
-        elif prefix + name in given:
-            values[name] = given[prefix + name]
-    return cls(**values)
+def _takes_none(kind: Any) -> bool:
+    return type(None) in typing.get_args(kind)
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    """`{"a": {"b": value}}` for the name "a.b"."""
+    first, _, rest = name.partition(".")
+    return {first: _nested(rest, value) if rest else value}
+
+
+def _merge(into: dict[str, Any], nested: dict[str, Any]) -> None:
+    for key, value in nested.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
 
 
 def _section(name: str, value: Any, schema: dict[str, Any]) -> str | None:
