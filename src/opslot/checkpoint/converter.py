@@ -38,15 +38,11 @@ class CheckpointTensorConverter(Protocol):
 
 
 @runtime_checkable
-class SlicingConverter(Protocol):
+class SlicingConverter(CheckpointTensorConverter, Protocol):
     """A converter that only moves values: it maps each tensor to a slice of a parameter, and the loader copies it.
 
     A rank reads only what it keeps.
     """
-
-    def can_handle(self, name: str) -> bool:
-        """Whether this converter takes the checkpoint's tensor `name`."""
-        ...
 
     def inspect(self, shapes: Shapes) -> None:
         """Look at all tensors of the checkpoint before the first `slice_of`.
@@ -63,6 +59,3 @@ class SlicingConverter(Protocol):
     def missing(self, names: Iterable[str]) -> list[str]:
         """Descriptions of what is missing in the parameters that `names` fill partly."""
         ...
-
-
-Converter = CheckpointTensorConverter | SlicingConverter
