@@ -6,11 +6,11 @@ import fnmatch
 import json
 import logging
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
-from benchmarks.allowed_skips import ALLOWED
 from opslot.models import _registry
 from opslot.models.discovery import discover, finder, supported
 from opslot.models.discovery.supported import lost_slots, supported_architectures
@@ -19,6 +19,8 @@ from opslot.patchgen.engine import generate
 from opslot.patchgen.lock import Lock, lock_path
 from opslot.patchgen.materialization import require_patch
 from opslot.patchgen.source import installed_release
+
+ALLOWED = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "allowed_skips.py"))["ALLOWED"]
 
 FROM_THE_SPECIFICATION = {
     "llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe", "deepseek_v3", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl",
