@@ -54,7 +54,7 @@ def test_entry_point_registers_an_architecture(monkeypatch):
     point = importlib.metadata.EntryPoint("arcee", "their_package:add", "opslot.architectures")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == point.group else [])
     _registry._load_entry_points.cache_clear()
-    assert find_architecture("arcee").parallel_plan(None) == "theirs"
+    assert find_architecture("arcee").plan(None) == "theirs"
 
 
 def test_broken_entry_point_is_logged(monkeypatch, caplog):

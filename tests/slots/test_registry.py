@@ -34,7 +34,7 @@ def test_duplicate_raises_without_replace(toy):
     ids=["lacks one", "another name", "another default", "by keyword alone"],
 )
 def test_signature_must_match_the_contract(toy, wrong):
-    with pytest.raises(ConfigError, match=r"the contract is \(x, scale=2.0\)"):
+    with pytest.raises(ConfigError, match=r"the contract is \(x, scale=2.0\)\n  hint: give it the names"):
         KERNEL_REGISTRY.register(KernelSpec("bad", toy.name, "standard", lambda: wrong))
     with pytest.raises(ConfigError, match="no such kernel"):
         KERNEL_REGISTRY.get(toy.name, "standard", "bad")

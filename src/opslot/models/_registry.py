@@ -103,12 +103,6 @@ class Architecture:
     def generated(self) -> str:
         return f"opslot.generated.{self.name}"
 
-    def parallel_plan(self, model: Any) -> Any:
-        """What `plan` returns, else the weights of experts that have slots; None if there are none."""
-        from opslot.models._common.parallel import experts_in_slots
-
-        return (self.plan or experts_in_slots)(model)
-
     def generated_class(self, class_name: str) -> type | None:
         """The generated class of that name, or None."""
         return getattr(_generated(self.generated), class_name, None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
@@ -146,8 +147,19 @@ def parallel_plan(model: Any) -> ParallelPlan | None:
     # A class of the user's own may derive from a generated one.
     found = (architecture_of(cls, generated=True) for cls in type(inner).__mro__)
     architecture = next((a for a in found if a is not None), None)
-    plan = architecture.parallel_plan(inner) if architecture is not None else None
+    plan = (architecture.plan or _experts_in_slots)(inner) if architecture is not None else None
     return plan.below(path) if plan is not None else None
+
+
+def _experts_in_slots(model: Any) -> ParallelPlan | None:
+    """All weights of experts that have slots, sharded along their first dimension, which has one entry per expert."""
+    weights = [
+        f"{path}.{name}" if path else name
+        for path, module, _, op, _ in walk_slots(model)
+        if op == "moe_experts"
+        for name, _ in module.named_parameters(recurse=False)
+    ]
+    return ParallelPlan(extra_parallel_plan={"ep": dict.fromkeys(weights, Shard(0))}) if weights else None
 
 
 def _warn_of_local_means(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -38,10 +38,7 @@ class LossRegion:
     """Statements `start:stop` of a forward's body, and what computes the same loss without logits.
 
     Attributes:
-        head: the linear layer that computes the logits, as source text, e.g. "self.lm_head".
-        head_input: what it is called with.
         served: the modules that the fused form replaces, as source text: the head, and modules around it.
-        shape: keyword arguments of the kernel that say how the logits change before the loss.
         guards: conditions under which the fused form does not hold.
         fused: statements in which `loss_kernel` computes the loss.
         original: the region's own statements, where they had to change; "" where they stay.
@@ -49,10 +46,7 @@ class LossRegion:
 
     start: int
     stop: int
-    head: str
-    head_input: str
     served: str
-    shape: str
     guards: tuple[str, ...]
     fused: str
     original: str = ""
@@ -161,10 +155,7 @@ def loss_region(
     kept = [line for line in kept if not _sets_none(line, fused)]
     nothing = ast.parse(f"{logits} = None").body
     text = "\n".join(ast.unparse(statement) for statement in [*head.statements, *kept, *nothing, *fused])
-    head_input = ast.unparse(head.input)
-    return LossRegion(
-        start, end + 1, head.linear, head_input, head.served, shape.arguments(), tuple(guards), text, original
-    )
+    return LossRegion(start, end + 1, head.served, tuple(guards), text, original)
 
 
 def _pass_on_arguments(forward: ast.FunctionDef) -> bool:

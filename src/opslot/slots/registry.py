@@ -198,7 +198,7 @@ class KernelRegistry:
             raise ConfigError(f"{label}: its factory gave no function", found=repr(kernel), hint="return the kernel")
         problem = self.op(spec.op_name).variant(spec.variant).signature_problem(kernel)
         if problem:
-            raise ConfigError(f"{label} {problem}")
+            raise ConfigError(f"{label} {problem}", hint="give it the names, order and defaults of the op's reference")
         return kernel
 
     def resolve(self, request: KernelRequest, wanted: str = "auto") -> Resolution:

@@ -103,7 +103,10 @@ class Requirement:
     def __post_init__(self) -> None:
         for label in ("module", "distribution", "version"):
             if not isinstance(getattr(self, label), str):
-                raise ConfigError(f"Requirement.{label} must be a string, got {getattr(self, label)!r}")
+                raise ConfigError(
+                    f"Requirement.{label} must be a string, got {getattr(self, label)!r}",
+                    hint="e.g. Requirement('quack', 'quack-kernels', '>=0.5')",
+                )
         if not self.module:
             raise ConfigError("Requirement.module must be the name of a package, got ''")
         if not self.distribution:
