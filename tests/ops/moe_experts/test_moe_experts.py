@@ -313,6 +313,22 @@ def test_compiles_with_fullgraph(name, variant):
     assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
 
 
+@pytest.mark.parametrize("variant", ["standard", "clamped"])
+def test_two_layers_compile_with_dynamic_shapes(variant):
+    """Floats that are defaults became inputs of two graphs."""
+    kernel = load("grouped_mm", variant)
+
+    def layers(x, *rest):
+        return kernel(kernel(x, *rest), *rest)
+
+    torch.compiler.reset()
+    tensors = inputs(variant=variant)
+    out, grads = gradients(torch.compile(layers, fullgraph=True, dynamic=True, backend="aot_eager"), tensors)
+    expected, expected_grads = gradients(layers, tensors)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
+
+
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_opcheck(name, biased):

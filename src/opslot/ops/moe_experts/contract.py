@@ -39,8 +39,9 @@ class Experts(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     limit: float | None = None
-    alpha: float = 1.0
-    up_offset: float = 0.0
+    # Integers, since torch.compile(dynamic=True) makes symbols of floats, and fails at those of defaults.
+    alpha: float = 1
+    up_offset: float = 0
     activation: Any = "silu"
     clamps_activation: bool = False
     gated: bool = True
@@ -126,8 +127,8 @@ def variants(
         top_k_index: Tensor,
         top_k_weights: Tensor,
         limit: float,
-        alpha: float = 1.0,
-        up_offset: float = 0.0,
+        alpha: float = 1,
+        up_offset: float = 0,
         clamps_activation: bool = False,
     ) -> Tensor:
         """Standard with a clamped gating: (u + up_offset) * g * sigmoid(alpha * g), g = min(gate, limit), u = up within
