@@ -142,6 +142,8 @@ def test_merge_replaces_whole_comparisons(tmp_path, capsys):
         file.write_text(to_json(Result("opslot bench", [run])))
     page_file, out = tmp_path / "page.html", tmp_path / "all.json"
     assert main(["bench", "--merge", *map(str, files), "--html", str(page_file), "--output", str(out)]) == 0
+    assert capsys.readouterr().out == f"merged 2 files with 2 runs into {out}\n", "not its tables"
+    assert main(["bench", "--merge", *map(str, files)]) == 0
     assert "triton" in capsys.readouterr().out
     merged = read(out)
     assert merged.runs == [dataclasses.replace(old, ops=[other]), new], "rows of two runs are never compared"

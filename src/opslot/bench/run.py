@@ -22,7 +22,7 @@ from opslot._base.errors import ConfigError
 from opslot.bench.baselines import check_baselines
 from opslot.bench.files import OutputFiles
 from opslot.bench.ops import CallSite, bench_ops, call_sites_of
-from opslot.bench.result import Environment, OpRow, Result, Run, from_json, merge, read
+from opslot.bench.result import Environment, OpRow, Result, Run, from_json
 from opslot.bench.step import StepTask, compare_steps, known_implementations, loss_curve, process_environment
 from opslot.bench.step_inputs import audio_tokens, image_grid, model_vocab_size, read_config, takes_images
 from opslot.bench.table import time_cell
@@ -147,17 +147,6 @@ def run_bench(
         measured.curve = loss_curve(setting.step_tasks()[0], setting.text, report)
         measured.write()
     return measured.result()
-
-
-def merge_results(files: list[str], into: OutputFiles) -> Result:
-    """One result of several that were written on one kind of machine; nothing is measured.
-
-    Raises:
-        ConfigError: one of them cannot be read, or they are of different devices.
-    """
-    result = merge(read(Path(file)) for file in files)
-    into.write(result)
-    return result
 
 
 class _Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from opslot._base.pairs import pairs
 
@@ -124,17 +125,19 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the result; exit code 1 when the check of a registered kernel fails."""
+    """Print the result, or where a merged one was written; exit code 1 when the check of a registered kernel fails."""
     from opslot.bench.files import OutputFiles
-    from opslot.bench.result import recorded_command, to_json
-    from opslot.bench.run import BenchOptions, merge_results, progress_to_stderr, run_bench
+    from opslot.bench.result import merge, read, recorded_command, to_json
+    from opslot.bench.run import BenchOptions, progress_to_stderr, run_bench
     from opslot.bench.table import result_text
 
-    def files() -> OutputFiles:
-        return OutputFiles(options.output, options.plot, options.html)
-
+    files = OutputFiles(options.output, options.plot, options.html)
     if options.merge:
-        result = merge_results(options.merge, files())
+        result = merge(read(Path(file)) for file in options.merge)
+        files.write(result)
+        if options.output and not options.json:
+            print(f"merged {len(options.merge)} files with {len(result.runs)} runs into {options.output}")
+            return 0
     else:
         asked = BenchOptions(
             ops=tuple(name.strip() for name in options.op.split(",")) if options.op is not None else (),
@@ -162,6 +165,6 @@ def run(options: argparse.Namespace) -> int:
             device=options.device,
             commit=options.commit,
         )
-        result = run_bench(asked, files(), progress_to_stderr(), recorded_command("opslot", *options.argv))
+        result = run_bench(asked, files, progress_to_stderr(), recorded_command("opslot", *options.argv))
     print(to_json(result) if options.json else result_text(result))
     return 1 if not options.merge and any(row.failed_check for row in result.ops) else 0
