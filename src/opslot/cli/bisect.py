@@ -13,8 +13,7 @@ import torch
 import opslot
 from opslot._base.device import usable_device
 from opslot._base.errors import ConfigError
-from opslot._base.pairs import pairs
-from opslot.cli.explain import read_source
+from opslot.cli.explain import model_arguments
 from opslot.models import load_config
 from opslot.models._layers import with_layers
 from opslot.models._modalities import feature_module
@@ -32,19 +31,16 @@ def run(options: argparse.Namespace) -> int:
             f"--batch {batch} --length {length}{f' --layers {layers}' if layers is not None else ''} computes no loss",
             hint="take a batch of 1, 2 tokens and 1 layer, or more",
         )
-    source = read_source(options.model)
-    config = load_config(source.config, trust_remote_code=source.trust_remote_code) if layers else None
-    place = usable_device(options.device or source.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    given = model_arguments(options)
+    source, configured = given["config_path"], given.pop("run_device", None)
+    if layers:
+        config = load_config(source, trust_remote_code=given.get("trust_remote_code", False))
+        given["config_kwargs"] = with_layers(config.to_dict(), layers)
+    else:
+        given["weights_path"] = _weights(source)
+    place = usable_device(options.device or configured or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(options.seed)
-    built = opslot.build_foundation_model(
-        source.config,
-        None if layers else _weights(source.config),
-        options.dtype or source.dtype,
-        str(place),
-        source.ops | pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=triton", options.set),
-        config_kwargs=with_layers(config.to_dict(), layers) if config and layers else None,
-        trust_remote_code=source.trust_remote_code,
-    )
+    built = opslot.build_foundation_model(**given, init_device=str(place))
     generator = torch.Generator().manual_seed(options.seed)
     text = text_ids(built.config)
     tokens = text[torch.randint(len(text), (batch, length), generator=generator)].to(place)
