@@ -70,6 +70,7 @@ def test_tune_measures_a_model_and_auto_uses_the_profile(moe_config_folder, tmp_
         (["--html", "{folder}/a.svg", "--plot", "{folder}/a.svg"], "--plot and --html name the same file"),
         (["--dtype", "float64"], "--dtype 'float64': kernels are compared with a float64 reference"),
         (["--baseline-path", "hf={folder}", "--baselines", "liger"], "--baseline-path hf=...: it is not compared with"),
+        (["--model", "{folder}", "{folder}/config.json", "{folder}/config.json", "--steps-only"], "have the same name"),
         (["--model", "{folder}", "--steps-only", "--steps", "0"], "--steps-only --steps 0 measures nothing"),
         (["--curve", "200"], "--curve requires --model"),
         (["--compile"], "--compile requires --model"),

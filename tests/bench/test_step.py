@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -6,11 +7,12 @@ import pytest
 import torch
 
 from opslot._base.errors import ConfigError
-from opslot.bench import StepRow, step_process
-from opslot.bench.run import BenchOptions, run_bench
-from opslot.bench.step import StepTask, _exit_status, _Process, check_losses, compare_steps, implementations, reason
+from opslot.bench import BenchOptions, StepRow, run_bench, step_process
+from opslot.bench.step import _exit_status, _Process, check_losses, compare_steps, implementations, reason
 from opslot.bench.step_process import main as measure_in_process
 from tests import omni
+
+OPTIONS = BenchOptions(batch=1, length=8, steps=1, dtype="float32", device="cpu")
 
 
 def task_file(folder, implementation, **changes):
@@ -21,7 +23,7 @@ def task_file(folder, implementation, **changes):
         "steps": 2,
         "dtype": "float32",
         "device": "cpu",
-        "ops": {},
+        "ops_implementation": {},
         "trace": False,
         "image_size": 0,
         "audio_seconds": 0,
@@ -109,10 +111,10 @@ def test_images_and_audio_are_packed_for_opslot_and_not_for_transformers(tmp_pat
 
 def test_implementation_that_fails_has_a_row_and_others_run(moe_config_folder, monkeypatch, forked):
     model = json.loads((moe_config_folder / "config.json").read_text())
-    broken = StepTask("tiny", {**model, "hidden_size": "wide"}, 1, 8, 1, "float32", "cpu")
+    broken = {**model, "hidden_size": "wide"}
     monkeypatch.setattr("opslot.bench.step.implementations", lambda baselines, compiled: ["opslot", "Transformers"])
     lines = []
-    *_, rows = compare_steps([broken], [], lines.append)
+    *_, rows = compare_steps({"tiny": broken}, OPTIONS, lines.append)
     assert [(r.model, r.implementation) for r in rows] == [("tiny", "opslot"), ("tiny", "Transformers")]
     assert all("hidden_size" in r.error or "wide" in r.error for r in rows)
     assert not any(r.valid for r in rows)
@@ -122,12 +124,9 @@ def test_implementation_that_fails_has_a_row_and_others_run(moe_config_folder, m
 def test_models_after_one_that_fails_are_measured(moe_config_folder, monkeypatch, forked):
     """The process of an implementation ends at a failure; another one measures the models after it."""
     model = json.loads((moe_config_folder / "config.json").read_text())
-    tasks = [
-        StepTask(name, {**model, **changes}, 1, 8, 1, "float32", "cpu")
-        for name, changes in {"first": {}, "broken": {"hidden_size": "wide"}, "third": {}, "fourth": {}}.items()
-    ]
+    models = {"first": model, "broken": {**model, "hidden_size": "wide"}, "third": model, "fourth": model}
     monkeypatch.setattr("opslot.bench.step.implementations", lambda baselines, compiled: ["opslot"])
-    *_, rows = compare_steps(tasks, [], [].append)
+    *_, rows = compare_steps(models, OPTIONS, [].append)
     assert [(row.model, bool(row.error)) for row in rows] == [
         ("first", False),
         ("broken", True),
@@ -185,8 +184,8 @@ def test_killed_process_is_reported_with_its_signal(tmp_path):
 
 def test_only_named_implementations_are_timed(moe_config_folder, forked):
     model = json.loads((moe_config_folder / "config.json").read_text())
-    task = StepTask("tiny", model, 1, 8, 1, "float32", "cpu")
-    *_, rows = compare_steps([task], ["hf"], [].append, only=["opslot eager"])
+    options = replace(OPTIONS, baselines=("hf",), implementations=("opslot eager",))
+    *_, rows = compare_steps({"tiny": model}, options, [].append)
     assert [row.implementation for row in rows] == ["opslot eager"]
     assert not rows[0].error
 

@@ -2,6 +2,7 @@
 
 from opslot.bench.files import OutputFiles
 from opslot.bench.ops import bench_ops, call_sites_of, time_forward_backward
+from opslot.bench.options import BenchOptions
 from opslot.bench.result import (
     Environment,
     LossCurve,
@@ -15,7 +16,7 @@ from opslot.bench.result import (
     recorded_command,
     to_json,
 )
-from opslot.bench.run import BenchOptions, run_bench
+from opslot.bench.run import run_bench
 from opslot.bench.timing import Time, measure
 from opslot.bench.tune import timings_of
 

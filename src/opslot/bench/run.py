@@ -7,9 +7,9 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from opslot._base.errors import ConfigError
 from opslot.bench.baselines import check_baselines
 from opslot.bench.files import OutputFiles
 from opslot.bench.ops import CallSite, bench_ops, call_sites_of
-from opslot.bench.result import Environment, OpRow, Result, Run, from_json
-from opslot.bench.step import StepTask, compare_steps, known_implementations, loss_curve, process_environment
+from opslot.bench.options import BenchOptions
+from opslot.bench.result import Environment, OpRow, Result, Run, StepRow, read
+from opslot.bench.step import compare_steps, known_implementations, loss_curve, process_environment
 from opslot.bench.step_inputs import audio_tokens, image_grid, model_vocab_size, read_config, takes_images
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
@@ -50,60 +51,6 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _SIZES = {"cuda": (2, 8192), "cpu": (2, 256)}
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """What to measure; the options of `opslot bench`, under the same names.
-
-    Attributes:
-        ops: only these ops, in this order, and no training step; empty for all.
-        models: training steps of these models, and shapes of the first: a config.json, its folder, or a model type.
-        layers: another number of layers for `models`.
-        tokens: number of tokens that ops are timed with; None for each case's own on a GPU.
-        tune: add the times to this machine's profile, which `auto` reads.
-        baselines: hf, liger, quack, veomni.
-        baseline_paths: by baseline, a folder of packages that only this baseline imports.
-        batch, length: samples of a training step, and tokens of each.
-        image_size: side in pixels of an image that each sample begins with; `length` then counts the text.
-        audio_seconds: of an audio after it; `length` then counts the text.
-        steps: training steps to time; 0 for none.
-        steps_only: no ops.
-        compile: also time training steps with torch.compile.
-        curve: number of steps of a loss curve.
-        ops_implementation: opslot's, in training steps.
-        implementations: of the training step, in this order; empty for opslot and all of `baselines`.
-        timeout: seconds that one implementation of a training step may take.
-        trace: add torch.profiler's table of a training step.
-        compile_ops: time torch.compile of eager ops.
-        baselines_only: time the ops of the baselines alone.
-        commit: commit to record where there is no git.
-    """
-
-    ops: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    layers: int | None = None
-    tokens: int | None = None
-    tune: bool = False
-    baselines: tuple[str, ...] = ()
-    baseline_paths: Mapping[str, str] = field(default_factory=dict)
-    batch: int | None = None
-    length: int | None = None
-    image_size: int = 0
-    audio_seconds: int = 0
-    steps: int = 8
-    steps_only: bool = False
-    compile: bool = False
-    curve: int | None = None
-    ops_implementation: Mapping[str, str] = field(default_factory=dict)
-    implementations: tuple[str, ...] = ()
-    timeout: int = 900
-    trace: bool = False
-    compile_ops: bool = True
-    baselines_only: bool = False
-    dtype: str | None = None
-    device: str | None = None
-    commit: str | None = None
-
-
 def run_bench(
     options: BenchOptions, files: OutputFiles | None = None, report: Report | None = None, command: str = ""
 ) -> Result:
@@ -120,10 +67,17 @@ def run_bench(
     files = files or OutputFiles()
     report = report or (lambda line: None)
     setting = _Setting(options, report)
-    measured = _Measured(options, setting, files, command)
+    run = Run(command, Environment.current(setting.device, options.commit), list(options.baselines))
+    result = Result("opslot bench", [run])
+    written = 0
 
     def between_ops(line: str) -> None:
-        measured.write_ops()
+        nonlocal written
+        if len(run.ops) > written:
+            written = len(run.ops)
+            files.write(result)
+            if options.tune:
+                write_profile(timings_of(run.ops), facts_of(setting.device))
         report(line)
 
     # A scheduler ends a job with SIGTERM at its time limit.
@@ -131,56 +85,30 @@ def run_bench(
     try:
         for row in setting.op_rows(between_ops):
             report(f"{row.op}/{row.variant}, {row.case}: {row.kernel} {time_cell(row)} ms")
-            measured.ops.append(row)
+            run.ops.append(row)
     finally:
-        measured.write()
+        files.write(result)
         signal.signal(signal.SIGTERM, before)
-    if not measured.ops and not options.models and not options.baselines_only:
+    if not run.ops and not options.models and not options.baselines_only:
         names = ", ".join(map(repr, options.ops))
         raise ConfigError(f"op {names} has no cases to time", hint="run `opslot kernels` for the ops that exist")
     if options.tune:
-        report(_write_profile(measured.ops, setting.device))
+        report(_write_profile(run.ops, setting.device))
     for rows in setting.step_rows():
-        measured.steps = rows
-        measured.write()
+        run.steps[:] = rows
+        files.write(result)
     if options.curve:
-        measured.curve = loss_curve(setting.step_tasks()[0], setting.text, report)
-        measured.write()
-    return measured.result()
-
-
-class _Measured:
-    """What was measured so far."""
-
-    def __init__(self, options: BenchOptions, setting: _Setting, files: OutputFiles, command: str) -> None:
-        self.options, self.setting, self.files = options, setting, files
-        self.run = Run(command, Environment.current(setting.device, options.commit), list(options.baselines))
-        self.ops: list[OpRow] = []
-        self.steps: list[Any] = []
-        self.curve: Any = None
-        self._written = 0
-
-    def result(self) -> Result:
-        run = dataclasses.replace(self.run, ops=self.ops, steps=self.steps, curve=self.curve)
-        return Result("opslot bench", [run])
-
-    def write(self) -> None:
-        self._written = len(self.ops)
-        self.files.write(self.result())
-
-    def write_ops(self) -> None:
-        """Write the rows and timings of complete ops, where there are new ones."""
-        if len(self.ops) > self._written:
-            self.write()
-            if self.options.tune:
-                write_profile(timings_of(self.ops), facts_of(self.setting.device))
+        curve = loss_curve(setting.models, setting.text, setting.options, report)
+        result = Result(result.script, [dataclasses.replace(run, curve=curve)])
+        files.write(result)
+    return result
 
 
 class _Setting:
     """The options, checked before anything is measured."""
 
     def __init__(self, options: BenchOptions, report: Report) -> None:
-        self.options, self.report = options, report
+        self.report = report
         for name, minimum in _MINIMUM.items():
             value = getattr(options, name)
             if value is not None and value < minimum:
@@ -188,28 +116,31 @@ class _Setting:
         self.device = usable_device(options.device or best_device().torch_type)
         dtype = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
         self.dtype = floating_dtype(dtype, f"--dtype {dtype!r}")
-        self.dtype_name = dtype_name(self.dtype)
-        if self.dtype_name not in _DTYPES:
+        if dtype_name(self.dtype) not in _DTYPES:
             raise ConfigError(
                 f"--dtype {dtype!r}: kernels are compared with a float64 reference", hint=f"use {', '.join(_DTYPES)}"
             )
+        batch, length = _SIZES.get(self.device.type, _SIZES["cuda"])
+        batch, length = options.batch or batch, options.length or length
+        # With the defaults of the device filled in.
+        self.options = dataclasses.replace(
+            options, batch=batch, length=length, dtype=dtype_name(self.dtype), device=str(self.device)
+        )
         for name in options.ops:
             KERNEL_REGISTRY.op(name)
         self._check_baselines()
         OpsImplementationConfig.make(dict(options.ops_implementation))
-        self.models = [read_model(model, options.layers) for model in options.models]
-        self.model = self.models[0] if self.models else None
+        self.models = {_title(model, options.layers): read_model(model, options.layers) for model in options.models}
+        self.model = next(iter(self.models.values()), None)
         self._check_steps()
-        batch, length = _SIZES.get(self.device.type, _SIZES["cuda"])
-        self.batch, self.length = options.batch or batch, options.length or length
         if options.curve and self.model is not None:
             report("loss curve: tokens")
-            self.text = text_batches(options.curve, self.batch, self.length, model_vocab_size(self.model))
+            self.text = text_batches(options.curve, batch, length, model_vocab_size(self.model))
         if options.tune:
             # Adds nothing, but fails now where the profile cannot be written.
             write_profile([], facts_of(self.device))
         by_shape = options.tune or self.model is not None or self.device.type == "cpu"
-        self.tokens = options.tokens or (self.batch * self.length if by_shape else None)
+        self.tokens = options.tokens or (batch * length if by_shape else None)
 
     def _check_baselines(self) -> None:
         options = self.options
@@ -238,6 +169,12 @@ class _Setting:
             for name in ("layers", "curve", "steps_only", "compile", "image_size", "audio_seconds"):
                 if getattr(options, name):
                     raise ConfigError(f"--{name.replace('_', '-')} requires --model", hint="add --model, e.g. qwen3")
+        if len(self.models) < len(options.models):
+            raise ConfigError(
+                "--model names models that have the same name in the result",
+                found=", ".join(options.models),
+                hint="name each once, by folders or files of different names",
+            )
         if len(self.models) > 1 and (options.curve or not options.steps_only):
             raise ConfigError(
                 f"--model names {len(self.models)} models, and only training steps take several",
@@ -250,7 +187,7 @@ class _Setting:
                 raise ConfigError(
                     f"--curve trains on text, so it takes no --{name.replace('_', '-')}", hint="leave out one of them"
                 )
-        for model in self.models:
+        for model in self.models.values():
             if options.image_size:
                 image_grid(model, options.image_size)
             if options.audio_seconds:
@@ -290,50 +227,39 @@ class _Setting:
     def _rows_of(self, baseline: str) -> list[OpRow]:
         """The rows of a baseline's kernels, measured in a process where its folder comes first."""
         options = self.options
-        command = [sys.executable, "-m", "opslot", "bench", "--baselines-only", "--json", "--baselines", baseline]
-        command += ["--device", str(self.device), "--dtype", self.dtype_name, "--steps", "0"]
-        model = options.models[0] if options.models else None
-        for name, value in (("op", ",".join(options.ops)), ("model", model), ("layers", options.layers)):
+        command = [sys.executable, "-m", "opslot", "bench", "--baselines-only", "--baselines", baseline, "--steps", "0"]
+        given = {
+            "op": ",".join(options.ops),
+            "model": next(iter(options.models), None),
+            "layers": options.layers,
+            "tokens": self.tokens,
+            "dtype": options.dtype,
+            "device": options.device,
+        }
+        for name, value in given.items():
             command += [f"--{name}", str(value)] if value else []
-        command += ["--tokens", str(self.tokens)] if self.tokens else []
         environment = process_environment(options.baseline_paths[baseline])
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        # The baseline may print before and after.
-        begin = done.stdout.find('{\n "schema"')
-        if begin < 0:
-            self.report(f"{baseline} failed: {done.stderr.strip()[-800:]}")
-            return []
-        data = json.JSONDecoder().raw_decode(done.stdout, begin)[0]
-        return from_json(json.dumps(data)).ops
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "result.json")
+            done = subprocess.run([*command, "--output", str(file)], capture_output=True, text=True, env=environment)
+            # 1 is a failed check.
+            if done.returncode in (0, 1) and file.exists():
+                return read(file).ops
+        self.report(f"{baseline} failed: {done.stderr.strip()[-800:]}")
+        return []
 
-    def step_tasks(self) -> list[StepTask]:
-        options = self.options
-        layers = f", {options.layers} layer{'s' if options.layers > 1 else ''}" if options.layers else ""
-        return [
-            StepTask(
-                (path.stem if path.suffix == ".json" else path.name) + layers,
-                model,
-                self.batch,
-                self.length,
-                options.steps,
-                self.dtype_name,
-                str(self.device),
-                ops=options.ops_implementation,
-                compiled=options.compile,
-                baseline_paths=options.baseline_paths,
-                trace=options.trace,
-                timeout=options.timeout,
-                image_size=options.image_size,
-                audio_seconds=options.audio_seconds,
-            )
-            for path, model in zip(map(Path, options.models), self.models, strict=True)
-        ]
-
-    def step_rows(self) -> Iterator[list[Any]]:
+    def step_rows(self) -> Iterator[list[StepRow]]:
         """The training steps' rows so far, after each implementation."""
         options = self.options
         if self.models and options.steps > 0 and not options.tune and not options.ops:
-            yield from compare_steps(self.step_tasks(), options.baselines, self.report, options.implementations)
+            yield from compare_steps(self.models, options, self.report)
+
+
+def _title(source: str, layers: int | None) -> str:
+    """What results call a model."""
+    path = Path(source)
+    name = path.stem if path.suffix == ".json" else path.name
+    return f"{name}, {layers} layer{'s' if layers > 1 else ''}" if layers else name
 
 
 def read_model(source: str, layers: int | None = None) -> dict[str, Any]:

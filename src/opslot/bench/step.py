@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import ConfigError
 from opslot.bench.baselines import BASELINES, baseline_of
+from opslot.bench.options import BenchOptions
 from opslot.bench.result import Distance, LossCurve, StepRow
 
 WARM_UP = 3
@@ -37,40 +38,6 @@ _LR, _CURVE_LR = 1e-5, 3e-4
 _LOSS_TOLERANCE = 2.0**-8
 
 
-@dataclass(frozen=True)
-class StepTask:
-    """What every implementation of one comparison trains.
-
-    Attributes:
-        name: what the model is called in tables.
-        model: a Transformers config as plain data, with its model_type.
-        length: tokens per sample; with images or audio, those of its text.
-        image_size: side in pixels of the image that each sample begins with; 0 for none.
-        audio_seconds: of the audio that follows the image; 0 for none.
-        ops: opslot's `ops_implementation`.
-        compiled: also time opslot with `model.compile()`, also in mode "reduce-overhead" (CUDA graphs), and with
-            `opslot.parallelize(model, compile=True)`.
-        baseline_paths: by baseline, a folder whose packages come first in that baseline's process.
-        trace: add a table of torch.profiler.
-        timeout: seconds that one implementation may take.
-    """
-
-    name: str
-    model: Mapping[str, Any]
-    batch: int
-    length: int
-    steps: int
-    dtype: str
-    device: str
-    ops: Mapping[str, str] = field(default_factory=dict)
-    compiled: bool = False
-    baseline_paths: Mapping[str, str] = field(default_factory=dict)
-    trace: bool = False
-    timeout: int = 900
-    image_size: int = 0
-    audio_seconds: int = 0
-
-
 def known_implementations(baselines: Sequence[str]) -> list[str]:
     """opslot's own and the models of `baselines`."""
     return [*OWN_IMPLEMENTATIONS, *(name for baseline in baselines for name, _ in BASELINES[baseline].models)]
@@ -87,31 +54,27 @@ def implementations(baselines: Sequence[str], compiled: bool = False) -> list[st
 
 
 def compare_steps(
-    tasks: Sequence[StepTask],
-    baselines: Sequence[str],
-    report: Callable[[str], None],
-    only: Sequence[str] = (),
+    models: Mapping[str, Mapping[str, Any]], options: BenchOptions, report: Callable[[str], None]
 ) -> Iterator[list[StepRow]]:
     """Time the training steps of every implementation; one that fails has an error instead of a time.
 
     Args:
-        tasks: models to train. An implementation trains them one after another in one process, and the rest in a new
-            one after a failure.
-        only: implementations to time; empty for all.
+        models: Transformers configs as plain data, by what tables call the model. An implementation trains them one
+            after another in one process, and the rest in a new one after a failure.
+        options: with batch, length, dtype and device.
 
     Yields:
         All rows so far, ordered by model, after each of them.
     """
-    rows: dict[str, list[StepRow]] = {task.name: [] for task in tasks}
-    compiled = any(task.compiled for task in tasks)
-    for name in only or implementations(baselines, compiled):
+    rows: dict[str, list[StepRow]] = {name: [] for name in models}
+    for implementation in options.implementations or implementations(options.baselines, options.compile):
         with tempfile.TemporaryDirectory() as folder:
-            for task, found in _run(tasks, name, Path(folder), lr=_LR, report=report):
+            for name, found in _run(models, implementation, options, Path(folder), lr=_LR, report=report):
                 losses = found.pop("losses", None)
                 if losses:
                     found |= {"first_loss": losses[0], "last_loss": losses[-1]}
-                found |= {"image_size": task.image_size, "audio_seconds": task.audio_seconds}
-                rows[task.name].append(StepRow(task.name, name, task.batch, task.length, **found))
+                found |= {of: getattr(options, of) for of in ("batch", "length", "image_size", "audio_seconds")}
+                rows[name].append(StepRow(name, implementation, **found))
                 yield [row for of_model in rows.values() for row in check_losses(of_model)]
 
 
@@ -133,13 +96,16 @@ def _loss_check(row: StepRow, reference: StepRow | None) -> str:
     return f"WRONG: a loss differs by {difference:.1%} from {reference.implementation}"
 
 
-def loss_curve(task: StepTask, tokens: Any, report: Callable[[str], None]) -> LossCurve:
+def loss_curve(
+    models: Mapping[str, Mapping[str, Any]], tokens: Any, options: BenchOptions, report: Callable[[str], None]
+) -> LossCurve:
     """Train on the batches of a text with `auto` and with Transformers' own class, and compare the losses.
 
     Transformers is trained twice, the second time with the samples of every batch reversed: the same mathematics,
     summed in another order. Its distance from itself is what rounding alone does with this model and length.
 
     Args:
+        models: one, as `compare_steps` takes it.
         tokens: int array [steps, B, S].
 
     Raises:
@@ -153,21 +119,22 @@ def loss_curve(task: StepTask, tokens: Any, report: Callable[[str], None]) -> Lo
         "rounding": ("Transformers", tokens[:, ::-1]),
     }
     losses = {}
-    task = replace(task, steps=len(tokens) - WARM_UP, trace=False)
+    options = replace(options, steps=len(tokens) - WARM_UP, trace=False)
     with tempfile.TemporaryDirectory() as folder:
         for label, (implementation, batches) in orders.items():
             report(f"loss curve: {label}")
             text = Path(folder) / f"{label}.npy"
             numpy.save(text, batches)
-            runs = _run([task], implementation, Path(folder), lr=_CURVE_LR, report=report, text=str(text))
+            runs = _run(models, implementation, options, Path(folder), lr=_CURVE_LR, report=report, text=str(text))
             found = next(found for _, found in runs)
             if "error" in found:
                 raise ConfigError(f"the loss curve of {label} failed", found=found["error"])
             losses[label] = found["losses"]
+    steps, batch, length = tokens.shape
     return LossCurve(
-        len(tokens),
-        task.batch,
-        task.length,
+        steps,
+        batch,
+        length,
         _CURVE_LR,
         losses,
         compare_curves(losses["Transformers"], losses["opslot"]),
@@ -182,29 +149,33 @@ def compare_curves(reference: Sequence[float], other: Sequence[float]) -> Distan
 
 
 def _run(
-    tasks: Sequence[StepTask],
+    models: Mapping[str, Mapping[str, Any]],
     implementation: str,
+    options: BenchOptions,
     folder: Path,
     *,
     lr: float,
     report: Callable[[str], None],
     text: str = "",
-) -> Iterator[tuple[StepTask, dict[str, Any]]]:
-    """Each task with the fields of a `StepRow` that one implementation measured, and its losses; or its error."""
-    environment = process_environment(tasks[0].baseline_paths.get(baseline_of(implementation)))
-    requests = [folder / f"{i}.json" for i in range(len(tasks))]
-    for task, request in zip(tasks, requests, strict=True):
-        given = {k: v for k, v in vars(task).items() if k not in ("baseline_paths", "compiled")}
-        request.write_text(json.dumps({**given, "implementation": implementation, "lr": lr, "text": text}))
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each model's name with the fields of a `StepRow` that one implementation measured, and its losses; or its error.
+
+    The process that measures reads the fields of `options` from a file.
+    """
+    environment = process_environment(options.baseline_paths.get(baseline_of(implementation)))
+    requests = [folder / f"{i}.json" for i in range(len(models))]
+    for model, request in zip(models.values(), requests, strict=True):
+        given = {"model": model, "implementation": implementation, "lr": lr, "text": text}
+        request.write_text(json.dumps(vars(options) | given))
     process: _Process | None = None
-    for i, (task, request) in enumerate(zip(tasks, requests, strict=True)):
-        report(f"training step: {implementation}, {task.name}")
+    for i, (name, request) in enumerate(zip(models, requests, strict=True)):
+        report(f"training step: {implementation}, {name}")
         if process is None or process.poll() is not None:
             left = requests[i:]
             process = _Process(
                 [sys.executable, "-m", "opslot.bench.step_process", *map(str, left)], environment, folder / "errors"
             )
-        yield task, process.result(request.with_suffix(".result"), task.timeout)
+        yield name, process.result(request.with_suffix(".result"), options.timeout)
     assert process is not None
     process.wait()
 

@@ -64,7 +64,7 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
         import opslot
 
         added = OWN_IMPLEMENTATIONS[name]
-        ops = EAGER if added is None else {**task["ops"], **added}
+        ops = EAGER if added is None else {**task["ops_implementation"], **added}
         model, optimizer, kernels = _build_own(task, ops, dtype)
         if name.endswith("torch.compile"):
             model.compile()
