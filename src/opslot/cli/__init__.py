@@ -6,6 +6,7 @@ A subcommand is `run(options)` in the module of its name, which is imported when
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import logging
 import sys
@@ -14,8 +15,9 @@ from collections.abc import Callable, Sequence
 
 from opslot import __version__
 from opslot._base.errors import OpslotError
+from opslot.cli.arguments import count, device, names, seed, temperature
+from opslot.cli.bench import add_bench
 
-_FORM = argparse.RawDescriptionHelpFormatter
 _Add = Callable[..., argparse.ArgumentParser]
 
 _EPILOG = """examples:
@@ -93,64 +95,30 @@ def _parser() -> argparse.ArgumentParser:
         "opslot",
         description="Select, check and train with a kernel for each op of a Transformers model.",
         epilog=_EPILOG,
-        formatter_class=_FORM,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"opslot {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    commands.add_parser("train", help="train a model on texts, chats, media or labels", add_help=False)
-    for add_command in (
-        _add_data,
-        _add_generate,
-        _add_report,
-        _add_kernels,
-        _add_explain,
-        _add_discover,
-        _add_verify,
-        _add_bisect,
-        _add_bench,
-        _add_convert,
-        _add_merge,
-    ):
-        add_command(commands.add_parser)
-    commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
+    add = functools.partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add("train", help="train a model on texts, chats, media or labels", add_help=False)
+    _add_data(add)
+    _add_generate(add)
+    _add_report(add)
+    _add_kernels(add)
+    _add_explain(add)
+    _add_discover(add)
+    _add_verify(add)
+    _add_bisect(add)
+    add_bench(add)
+    _add_convert(add)
+    _add_merge(add)
+    add("patchgen", help="generate and check patched modeling files", add_help=False)
     return parser
 
 
-def _device(text: str) -> str:
-    if text.partition(":")[0] == "meta":
-        raise argparse.ArgumentTypeError("on 'meta' nothing is computed; use cpu, cuda, cuda:1 or npu")
-    return text
-
-
-def _seed(text: str) -> int:
-    number = int(text)
-    if abs(number) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not a valid seed; take a number below 2**32")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
-
-
-def _temperature(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or a finite number above 0")
-    return number
-
-
-# Named in argparse's error for text that is not a number.
-_count.__name__ = _seed.__name__ = "integer"
-_temperature.__name__ = "number"
-
-
 def _add_data(add: _Add) -> None:
-    data = add("data", help="show what a training configuration trains on", formatter_class=_FORM)
+    data = add("data", help="show what a training configuration trains on")
     preview = data.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
         "preview",
         help="print samples with their trained parts marked",
@@ -159,9 +127,8 @@ def _add_data(add: _Add) -> None:
             "examples:\n  opslot data preview run.yaml\n  opslot data preview run.yaml --samples 5 --tokens\n"
             "  opslot data preview --task sft --model.model_path models/Qwen3-0.6B --data.train_path chats.jsonl"
         ),
-        formatter_class=_FORM,
     )
-    preview.add_argument("--samples", type=_count, default=3, metavar="N", help="documents to print; default 3")
+    preview.add_argument("--samples", type=count, default=3, metavar="N", help="documents to print; default 3")
     preview.add_argument("--tokens", action="store_true", help="print tokens instead of text")
     preview.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="mark with a color or with [[ ]]"
@@ -176,22 +143,21 @@ def _add_generate(add: _Add) -> None:
             'examples:\n  opslot generate outputs/run/hf --prompt "What is 2+2?"\n'
             "  opslot generate outputs/run/hf --prompt 'def f(' --raw --temperature 0.7"
         ),
-        formatter_class=_FORM,
     )
     generate.add_argument("model", help="a Hugging Face folder with weights and tokenizer")
     generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
     generate.add_argument("--system", default=None, help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
-    generate.add_argument("--max-new-tokens", type=_count, default=256, metavar="N", help="default 256")
+    generate.add_argument("--max-new-tokens", type=count, default=256, metavar="N", help="default 256")
     generate.add_argument(
         "--temperature",
-        type=_temperature,
+        type=temperature,
         default=0.0,
         metavar="T",
         help="of sampling; default 0, the most likely tokens",
     )
-    generate.add_argument("--seed", type=_seed, default=0, help="of sampling")
-    generate.add_argument("--device", type=_device, default=None, help="cpu or cuda; default a GPU where there is one")
+    generate.add_argument("--seed", type=seed, default=0, help="of sampling")
+    generate.add_argument("--device", type=device, default=None, help="cpu or cuda; default a GPU where there is one")
     generate.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the checkpoint")
 
 
@@ -200,7 +166,6 @@ def _add_report(add: _Add) -> None:
         "report",
         help="write one HTML page about a training run",
         epilog="examples:\n  opslot report outputs/run\n  opslot report outputs/run -o run.html",
-        formatter_class=_FORM,
     )
     report.add_argument("folder", metavar="RUN", help="train.output_dir of the run")
     report.add_argument("-o", "--output", metavar="FILE", help="default RUN/report.html")
@@ -211,7 +176,6 @@ def _add_kernels(add: _Add) -> None:
         "kernels",
         help="list every kernel and whether it can run here",
         epilog="examples:\n  opslot kernels\n  opslot kernels --op moe_experts --json",
-        formatter_class=_FORM,
     )
     kernels.add_argument("--op", metavar="NAME", help="only this op")
     kernels.add_argument("--json", action="store_true", help="print JSON")
@@ -241,7 +205,6 @@ def _add_explain(add: _Add) -> None:
             "  opslot explain path/to/model              a folder with config.json\n"
             "  opslot explain path/to/model --set rms_norm_implementation=eager --json"
         ),
-        formatter_class=_FORM,
     )
     _add_model(explain)
     explain.add_argument("--json", action="store_true", help="print JSON")
@@ -258,7 +221,6 @@ def _add_discover(add: _Add) -> None:
             "  opslot discover mistral -o patch.py           also write the equivalent patch file\n"
             "  opslot discover --all                         every architecture of the installed Transformers"
         ),
-        formatter_class=_FORM,
     )
     discover.add_argument(
         "architecture", nargs="?", help="a folder under transformers/models, a model_type, or a folder with config.json"
@@ -272,6 +234,7 @@ def _add_discover(add: _Add) -> None:
     )
     discover.add_argument(
         "--checks",
+        type=names,
         metavar="NAMES",
         help="only these checks (separated by commas): eager, auto, packed, fsdp, sp, ep, checkpoint",
     )
@@ -287,15 +250,23 @@ def _add_verify(add: _Add) -> None:
             "examples:\n  opslot verify\n  opslot verify --op rms_norm,swiglu_mlp --kernel triton --json\n"
             "  TRITON_INTERPRET=1 opslot verify --op swiglu_mlp      Triton kernels without a GPU, slowly"
         ),
-        formatter_class=_FORM,
     )
-    verify.add_argument("--op", metavar="NAMES", help="only these ops (separated by commas)")
+    verify.add_argument("--op", type=names, metavar="NAMES", help="only these ops (separated by commas)")
     verify.add_argument("--kernel", metavar="NAME", help="only kernels of this name")
     verify.add_argument(
-        "--device", type=_device, default=None, help="cpu, cuda or npu; default the best that each kernel runs on"
+        "--device",
+        type=device,
+        default=None,
+        help="cpu, cuda or npu; default the best that each kernel runs on",
     )
-    verify.add_argument("--dtype", metavar="NAMES", help="only bfloat16, float16 or float32 (separated by commas)")
-    verify.add_argument("--seed", type=_seed, default=0, help="of the random inputs")
+    verify.add_argument(
+        "--dtype",
+        type=names,
+        default=(),
+        metavar="NAMES",
+        help="only bfloat16, float16 or float32 (separated by commas)",
+    )
+    verify.add_argument("--seed", type=seed, default=0, help="of the random inputs")
     verify.add_argument(
         "--workers", type=int, metavar="N", help="processes that check; default as many as help on a GPU, else none"
     )
@@ -311,23 +282,16 @@ def _add_bisect(add: _Add) -> None:
             "  opslot bisect path/to/model                        what auto chooses, with the weights in that folder\n"
             "  opslot bisect path/to/model --layers 4 --set rms_norm_implementation=triton --dtype bfloat16"
         ),
-        formatter_class=_FORM,
     )
     _add_model(bisect)
     bisect.add_argument("--layers", type=int, metavar="N", help="another number of layers, and random weights")
     bisect.add_argument(
-        "--device", type=_device, default=None, help="cpu, cuda or npu; default a GPU where there is one"
+        "--device", type=device, default=None, help="cpu, cuda or npu; default a GPU where there is one"
     )
     bisect.add_argument("--batch", type=int, default=2, metavar="N", help="samples; default 2")
     bisect.add_argument("--length", type=int, default=64, metavar="N", help="tokens per sample; default 64")
-    bisect.add_argument("--seed", type=_seed, default=0, help="of the random tokens and weights")
+    bisect.add_argument("--seed", type=seed, default=0, help="of the random tokens and weights")
     bisect.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_bench(add: _Add) -> None:
-    from opslot.cli.bench import add_parser
-
-    add_parser(add, _device)
 
 
 def _add_convert(add: _Add) -> None:
@@ -338,7 +302,6 @@ def _add_convert(add: _Add) -> None:
             "examples:\n  opslot convert hub/Qwen3-30B-A3B stacked/ --layout stacked     one tensor for all experts\n"
             "  opslot convert stacked/ hub/ --layout per_expert              back to the hub's layout"
         ),
-        formatter_class=_FORM,
     )
     convert.add_argument("source", help="a Hugging Face folder with safetensors")
     convert.add_argument("destination", help="a folder that does not exist yet or is empty")

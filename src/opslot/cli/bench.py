@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 from opslot._base.pairs import pairs
+from opslot.cli.arguments import device, names
 
 _EPILOG = """examples:
   opslot bench --op rms_norm                         one op, at its own shapes
@@ -15,13 +17,12 @@ _EPILOG = """examples:
   opslot bench --model qwen3 --layers 4 --steps-only --curve 200"""
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[str], str]) -> None:
-    """Add the subcommand; `device` parses --device."""
+def add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the subcommand, whose options are stored under the names of the fields of `BenchOptions`."""
     bench = add(
         "bench",
         help="time every kernel that can run here, beside its check and the roofline",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench.add_argument("--dtype", default=None, help="default bfloat16; float32 on a CPU")
     bench.add_argument("--device", type=device, default=None, help="default the best of this machine")
@@ -33,7 +34,12 @@ def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[st
 
 def _add_ops(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--op", metavar="NAMES", help="only these ops (separated by commas), in this order, and no training step"
+        "--op",
+        type=names,
+        default=(),
+        dest="ops",
+        metavar="NAMES",
+        help="only these ops (separated by commas), in this order, and no training step",
     )
     group.add_argument(
         "--tokens", type=int, metavar="N", help="tokens that ops are timed with; default 16384 on a GPU, 512 on a CPU"
@@ -41,7 +47,9 @@ def _add_ops(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tune", action="store_true", help="add the times to this machine's profile, which auto reads (OPSLOT_PROFILE)"
     )
-    group.add_argument("--no-compile-ops", action="store_true", help="leave out torch.compile of eager ops")
+    group.add_argument(
+        "--no-compile-ops", action="store_false", dest="compile_ops", help="leave out torch.compile of eager ops"
+    )
     group.add_argument("--baselines-only", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -50,6 +58,7 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
         "--model",
         nargs="+",
         default=[],
+        dest="models",
         metavar="CONFIG",
         help="shapes and training steps of this model: a config.json, its folder, or a model type; several with "
         "--steps-only",
@@ -85,7 +94,12 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
         help="train on text with auto and with Transformers' own code, and compare the losses",
     )
     group.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="opslot's ops_implementation in the steps"
+        "--set",
+        action="append",
+        default=[],
+        dest="ops_implementation",
+        metavar="FIELD=VALUE",
+        help="opslot's ops_implementation in the steps",
     )
     group.add_argument(
         "--timeout",
@@ -98,16 +112,25 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_baselines(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--baselines", metavar="NAMES", help="compare with hf, liger, quack, veomni (comma-separated)")
+    group.add_argument(
+        "--baselines",
+        type=names,
+        default=(),
+        metavar="NAMES",
+        help="compare with hf, liger, quack, veomni (comma-separated)",
+    )
     group.add_argument(
         "--baseline-path",
         action="append",
         default=[],
+        dest="baseline_paths",
         metavar="NAME=DIR",
         help="a folder of packages that only this baseline imports, before all others",
     )
     group.add_argument(
         "--implementations",
+        type=names,
+        default=(),
         metavar="NAMES",
         help='training steps of these only, in this order, e.g. "opslot,VeOmni"; default opslot and all of --baselines',
     )
@@ -127,8 +150,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the result, or where a merged one was written; exit code 1 when the check of a registered kernel fails."""
     from opslot.bench.files import OutputFiles
+    from opslot.bench.options import BenchOptions
     from opslot.bench.result import merge, read, recorded_command, to_json
-    from opslot.bench.run import BenchOptions, progress_to_stderr, run_bench
+    from opslot.bench.run import progress_to_stderr, run_bench
     from opslot.bench.table import result_text
 
     files = OutputFiles(options.output, options.plot, options.html)
@@ -139,32 +163,11 @@ def run(options: argparse.Namespace) -> int:
             print(f"merged {len(options.merge)} files with {len(result.runs)} runs into {options.output}")
             return 0
     else:
-        asked = BenchOptions(
-            ops=tuple(name.strip() for name in options.op.split(",")) if options.op is not None else (),
-            models=tuple(options.model),
-            layers=options.layers,
-            tokens=options.tokens,
-            tune=options.tune,
-            baselines=tuple(name for name in (options.baselines or "").split(",") if name),
-            baseline_paths=pairs("--baseline-path", "NAME=DIR", options.baseline_path),
-            batch=options.batch,
-            length=options.length,
-            image_size=options.image_size,
-            audio_seconds=options.audio_seconds,
-            steps=options.steps,
-            steps_only=options.steps_only,
-            compile=options.compile,
-            curve=options.curve,
-            ops_implementation=pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", options.set),
-            implementations=tuple(name for name in (options.implementations or "").split(",") if name),
-            timeout=options.timeout,
-            trace=options.trace,
-            compile_ops=not options.no_compile_ops,
-            baselines_only=options.baselines_only,
-            dtype=options.dtype,
-            device=options.device,
-            commit=options.commit,
-        )
-        result = run_bench(asked, files, progress_to_stderr(), recorded_command("opslot", *options.argv))
+        given = {field.name: getattr(options, field.name) for field in dataclasses.fields(BenchOptions)}
+        set_fields = "FIELD=VALUE, e.g. rms_norm_implementation=eager"
+        given["ops_implementation"] = pairs("--set", set_fields, options.ops_implementation)
+        given["baseline_paths"] = pairs("--baseline-path", "NAME=DIR", options.baseline_paths)
+        command = recorded_command("opslot", *options.argv)
+        result = run_bench(BenchOptions(**given), files, progress_to_stderr(), command)
     print(to_json(result) if options.json else result_text(result))
     return 1 if not options.merge and any(row.failed_check for row in result.ops) else 0

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,12 +96,11 @@ def _write(arch: str, output: str) -> None:
     print(f"wrote {output}", file=sys.stderr)
 
 
-def _verify(file: Path | None, arch: str, checks: str | None) -> ArchitectureCheck:
+def _verify(file: Path | None, arch: str, checks: Sequence[str] | None) -> ArchitectureCheck:
     from opslot.models import load_config
     from opslot.verify import CHECKS, check_architecture
 
-    names = CHECKS if checks is None else tuple(name.strip() for name in checks.split(","))
-    return check_architecture(arch if file is None else load_config(file), checks=names)
+    return check_architecture(arch if file is None else load_config(file), checks=checks or CHECKS)
 
 
 def _report(found: Discovery) -> dict[str, Any]:

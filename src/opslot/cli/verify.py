@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from opslot._base.dtypes import floating_dtype
@@ -24,9 +24,8 @@ def run(options: argparse.Namespace) -> int:
     kernel, workers = options.kernel, options.workers
     if workers is not None and workers < 0:
         raise ConfigError(f"--workers {workers} is negative", hint="give 0 (no worker processes) or more")
-    ops = None if options.op is None else [name.strip() for name in options.op.split(",")]
-    names = [] if options.dtype is None else [name.strip() for name in options.dtype.split(",")]
-    dtypes = [floating_dtype(name, f"--dtype {name!r}") for name in names] or DTYPES
+    ops = options.op
+    dtypes = [floating_dtype(name, f"--dtype {name!r}") for name in options.dtype] or DTYPES
     results: list[CheckResult] = []
     interrupted = False
     try:
@@ -107,7 +106,7 @@ def _worst(group: list[CheckResult]) -> str:
     return f"{case}, {worst.name}: {worst.error:.1e}, {worst.eager_error:.1e}, {worst.bound:.1e}"
 
 
-def _no_kernel(ops: list[str] | None, kernel: str | None) -> ConfigError:
+def _no_kernel(ops: Sequence[str] | None, kernel: str | None) -> ConfigError:
     wanted = f"kernel {kernel!r}" if kernel else "kernel"
     of = f" of {', '.join(map(repr, ops))}" if ops else ""
     names = sorted({s.name for s in KERNEL_REGISTRY.specs() if ops is None or s.op_name in ops})
