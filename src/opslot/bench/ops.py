@@ -8,7 +8,6 @@ check cases, and again on the random inputs that are timed.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,9 +23,9 @@ from opslot.bench.baselines import baseline_kernels, load_baselines
 from opslot.bench.checks import Check, brief, cannot_run, combine, describe, generator_of, run_checks
 from opslot.bench.result import OpRow
 from opslot.bench.timing import Time, measure, measure_peak
-from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
+from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, KernelSpec, OpVariant, walk_slots
 from opslot.verify.isolated import Processes, most_workers, spoils_device
-from opslot.verify.parity import CheckResult, Expectation, compare, expect
+from opslot.verify.parity import CheckResult, compare, expect
 
 _Kernel = Callable[..., Any]
 
@@ -96,91 +95,70 @@ def bench_ops(
     """
     load_baselines(baselines)
     target = torch.device(device)
-    plan = _plan(ops, target, dtype, call_sites, tokens, baselines, compiled, own)
     with contextlib.ExitStack() as stack:
-        checkers = _Checkers(None, None)
+        workers: list[Processes | None] = [None, None]
         if target.type == "cuda":
-            checkers = _Checkers(*(stack.enter_context(Processes(count)) for count in (most_workers(), 1)))
-        for name, group in itertools.groupby(plan, lambda planned: planned[0].op):
-            planned = list(group)
-            if report is not None:
-                report(f"{name}: checking {', '.join(_checked(planned)) or 'nothing, there is only eager code'}")
-            outcomes = _outcomes(planned, checkers, report)
-            for setting, cases, candidates in planned:
-                for case in cases:
-                    checks = {
-                        # Eager is the reference; compiled code is checked on what is timed.
-                        kernel: _outcome(setting.checks(kernel, candidate, [case]), outcomes)
-                        for kernel, candidate in candidates.items()
-                    }
-                    yield from _bench_case(setting, case, candidates, checks)
-
-
-@dataclass(frozen=True)
-class _Checkers:
-    """Where registered kernels are checked, and where baselines are: None is this process.
-
-    Baselines one at a time, so that a device error of theirs does not fail others.
-    """
-
-    own: Processes | None
-    baselines: Processes | None
-
-
-def _checked(planned: Sequence[_Planned]) -> list[str]:
-    """The implementations that have checks."""
-    return list(dict.fromkeys(n for _, _, found in planned for n, c in found.items() if c.registered or c.baseline))
+            # Baselines are checked one at a time, so that a device error of theirs does not fail others.
+            workers = [stack.enter_context(Processes(count)) for count in (most_workers(), 1)]
+        for op in [KERNEL_REGISTRY.op(name) for name in ops or KERNEL_REGISTRY.ops]:
+            planned: list[_Planned] = []
+            for variant in op.variants.values():
+                setting = _Setting(op.name, variant, target, dtype, tokens)
+                cases = list(_cases(op.name, variant, call_sites, tokens))
+                candidates = _candidates(setting, compiled) if own and cases else {}
+                for baseline in baselines if cases else ():
+                    kernels = baseline_kernels([baseline], op.name, variant.name)
+                    candidates |= {name: _Candidate(kernel, baseline=baseline) for name, kernel in kernels.items()}
+                if candidates:
+                    planned.append((setting, cases, candidates))
+            if planned:
+                yield from _bench_op(op.name, planned, workers, report)
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """An implementation: a registered one, a baseline's, or eager code, compiled or not."""
+    """An implementation: a registered one, with its spec, a baseline's, or eager code, compiled or not."""
 
     kernel: _Kernel
-    registered: bool = False
+    spec: KernelSpec | None = None
     baseline: str | None = None
 
 
 _Planned = tuple["_Setting", list[InputCase], dict[str, _Candidate]]
 
 
-def _plan(
-    ops: Sequence[str],
-    device: torch.device,
-    dtype: torch.dtype,
-    call_sites: Sequence[CallSite] | None,
-    tokens: int | None,
-    baselines: Sequence[str],
-    compiled: bool,
-    own: bool,
-) -> Iterator[_Planned]:
-    """Of each variant with anything to time: the cases and the implementations."""
-    for op in map(KERNEL_REGISTRY.op, ops or KERNEL_REGISTRY.ops):
-        for variant in op.variants.values():
-            setting = _Setting(op.name, variant, device, dtype, tokens)
-            cases = list(_cases(op.name, variant, call_sites, tokens))
-            if not cases:
-                continue
-            candidates = _candidates(setting, compiled) if own else {}
-            for baseline in baselines:
-                kernels = baseline_kernels([baseline], op.name, variant.name)
-                candidates |= {name: _Candidate(kernel, baseline=baseline) for name, kernel in kernels.items()}
-            if candidates:
-                yield setting, cases, candidates
+def _bench_op(
+    name: str,
+    planned: Sequence[_Planned],
+    workers: Sequence[Processes | None],
+    report: Callable[[str], None] | None,
+) -> Iterator[OpRow]:
+    """Check and time an op.
 
-
-def _outcomes(
-    planned: Sequence[_Planned], checkers: _Checkers, report: Callable[[str], None] | None
-) -> dict[Check, str]:
+    Args:
+        planned: of each variant, the cases and the implementations.
+        workers: where registered kernels are checked, and where baselines are; None is this process.
+    """
     checks = [
         check
         for setting, cases, candidates in planned
         for kernel, candidate in candidates.items()
         for check in setting.checks(kernel, candidate, cases)
     ]
-    own = [check for check in checks if not check.baseline]
-    of_baselines = [check for check in checks if check.baseline]
-    return run_checks(own, checkers.own, report) | run_checks(of_baselines, checkers.baselines, report)
+    if report is not None:
+        checked = ", ".join(dict.fromkeys(check.kernel for check in checks))
+        report(f"{name}: checking {checked or 'nothing, there is only eager code'}")
+    outcomes: dict[Check, str] = {}
+    for of_baselines, where in enumerate(workers):
+        outcomes |= run_checks([c for c in checks if bool(c.baseline) == of_baselines], where, report)
+    for setting, cases, candidates in planned:
+        for case in cases:
+            # Eager is the reference; compiled code is checked on what is timed.
+            found = {
+                kernel: _outcome(setting.checks(kernel, candidate, [case]), outcomes)
+                for kernel, candidate in candidates.items()
+            }
+            yield from _bench_case(setting, case, candidates, found)
 
 
 def _outcome(checks: Sequence[Check], outcomes: Mapping[Check, str]) -> str:
@@ -214,7 +192,7 @@ def _candidates(setting: _Setting, compiled: bool) -> dict[str, _Candidate]:
     for spec in KERNEL_REGISTRY.specs(setting.op, variant.name):
         interpreted = spec.interpretable and setting.device.type == "cpu"
         if not interpreted and spec.unsupported(request) is None:
-            found[spec.name] = _Candidate(_lazy(spec.key), registered=True)
+            found[spec.name] = _Candidate(_lazy(spec.key), spec)
     return found
 
 
@@ -237,13 +215,18 @@ class _Setting:
     dtype: torch.dtype
     tokens: int | None
 
-    def row(self, case: InputCase, kernel: str) -> OpRow:
+    def row(self, case: InputCase, kernel: str, candidate: _Candidate) -> OpRow:
         shape = dict(case.shape) if case.shape else None
-        tokens = self.tokens if shape else None
-        row = OpRow(self.op, self.variant.name, case.name, kernel, dtype_name(self.dtype), shape=shape, tokens=tokens)
-        specs = KERNEL_REGISTRY.specs(self.op, self.variant.name)
-        package = next((spec.package for spec in specs if spec.name == kernel), "opslot")
-        return row if package == "opslot" else replace(row, package=package)
+        return OpRow(
+            self.op,
+            self.variant.name,
+            case.name,
+            kernel,
+            dtype_name(self.dtype),
+            shape=shape,
+            tokens=self.tokens if shape else None,
+            package="" if candidate.spec is None or candidate.spec.package == "opslot" else candidate.spec.package,
+        )
 
     def checks(self, kernel: str, candidate: _Candidate, cases: Sequence[InputCase]) -> list[Check]:
         """What runs before `cases` are timed; nothing for eager code, compiled or not.
@@ -251,7 +234,7 @@ class _Setting:
         A baseline is checked on what is timed alone: it need not support other inputs.
         """
         check = Check(self.op, self.variant.name, kernel, self.dtype, str(self.device), "")
-        if candidate.registered:
+        if candidate.spec is not None:
             return [replace(check, case=case.name) for case in self.variant.cases if case.role == "check"]
         if candidate.baseline is None:
             return []
@@ -262,23 +245,10 @@ class _Setting:
 def _bench_case(
     setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], checks: Mapping[str, str]
 ) -> Iterator[OpRow]:
-    for row in _case_rows(setting, case, candidates, checks):
-        yield row
-        if spoils_device(row.check) and not spoils_device(checks[row.kernel]):
-            raise KernelError(
-                f"{row.kernel} left the device unusable at {case.name}",
-                found=row.check,
-                hint="start again without it; what was measured before it is kept",
-            )
-
-
-def _case_rows(
-    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], checks: Mapping[str, str]
-) -> Iterator[OpRow]:
     outcomes = dict(checks) | _check_at_size(setting, case, candidates, checks)
     # A kernel that left the device unusable just now comes first: nothing runs after it.
     for name in sorted(candidates, key=lambda n: not spoils_device(outcomes[n]) or spoils_device(checks[n])):
-        row = replace(setting.row(case, name), check=outcomes[name])
+        row = replace(setting.row(case, name, candidates[name]), check=outcomes[name])
         if not cannot_run(row.check) and not row.check.startswith("unsupported"):
             try:
                 row = _timed(setting, case, row, candidates[name].kernel)
@@ -287,6 +257,12 @@ def _case_rows(
                 row = row if row.check.startswith("WRONG") else replace(row, check=why)
             _release(setting.device)
         yield row
+        if spoils_device(row.check) and not spoils_device(checks[name]):
+            raise KernelError(
+                f"{name} left the device unusable at {case.name}",
+                found=row.check,
+                hint="start again without it; what was measured before it is kept",
+            )
 
 
 def _release(device: torch.device) -> None:
@@ -321,8 +297,9 @@ def _check_at_size(
         if expected is not None:
             label = CheckResult(setting.op, setting.variant.name, name, case.name, dtype_name(setting.dtype))
             # A kernel of the optimizer writes over its arguments.
-            own = replace(expected, arguments=_copies(expected))
-            allowed = _relative_error(setting, name)
+            copies = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, expected.arguments)
+            allowed = candidate.spec.relative_error if candidate.spec is not None else 0.0
+            own = replace(expected, arguments=copies)
             result = compare(candidate.kernel, own, label, by_norm=True, relative_error=allowed)
             if not result.problem.startswith("raised OutOfMemoryError"):
                 found[name] = describe(result)
@@ -332,15 +309,6 @@ def _check_at_size(
     del expected
     _release(setting.device)
     return found
-
-
-def _relative_error(setting: _Setting, name: str) -> float:
-    specs = KERNEL_REGISTRY.specs(setting.op, setting.variant.name)
-    return next((spec.relative_error for spec in specs if spec.name == name), 0.0)
-
-
-def _copies(expected: Expectation) -> dict[str, Any]:
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, expected.arguments)
 
 
 def _roofline_ms(setting: _Setting, arguments: dict[str, Any]) -> float | None:
