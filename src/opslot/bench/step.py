@@ -40,7 +40,7 @@ _LOSS_TOLERANCE = 2.0**-8
 
 def known_implementations(baselines: Sequence[str]) -> list[str]:
     """opslot's own and the models of `baselines`."""
-    return [*OWN_IMPLEMENTATIONS, *(name for baseline in baselines for name, _ in BASELINES[baseline].models)]
+    return [*OWN_IMPLEMENTATIONS, *(name for baseline in baselines for name in BASELINES[baseline].models)]
 
 
 def implementations(baselines: Sequence[str], compiled: bool = False) -> list[str]:

@@ -11,13 +11,14 @@ from torch import Tensor
 from opslot._base.errors import ConfigError
 from opslot.data.rope_positions import RopePositions
 from opslot.models._build import auto_class_name
+from opslot.verify.media import marks, pack, token_id
+from opslot.verify.random_model import text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # Feature extractors of Whisper and later models make one frame of 10 ms.
 _MEL_FRAMES_PER_S = 100
-_SPECIAL = ("_token_id", "_token_index")
 
 Batch = dict[str, Any]
 
@@ -58,16 +59,15 @@ def media_batch(
         width = channels * vision.temporal_patch_size * vision.patch_size**2
         features["pixel_values"] = torch.randn(samples * grid * grid, width, generator=generator).to(dtype)
         features["image_grid_thw"] = torch.tensor([[1, grid, grid]] * samples)
-        prefix += placeholders(config, "image", (grid // vision.spatial_merge_size) ** 2)
+        prefix += _placeholders(config, "image", (grid // vision.spatial_merge_size) ** 2)
     if seconds:
         frames = seconds * _MEL_FRAMES_PER_S
         shape = samples, config.audio_config.num_mel_bins, frames
         features["input_features"] = torch.randn(shape, generator=generator).to(dtype)
         features["feature_attention_mask"] = torch.ones(samples, frames, dtype=torch.int64)
-        prefix += placeholders(config, "audio", audio_tokens(model, seconds))
-    ids = torch.randint(0, model_vocab_size(model), (samples, len(prefix) + text_length), generator=generator)
-    special = [value for name, value in config.to_dict().items() if name.endswith(_SPECIAL) and type(value) is int]
-    ids[torch.isin(ids, torch.tensor(special))] = next(i for i in range(len(special) + 1) if i not in special)
+        prefix += _placeholders(config, "audio", audio_tokens(model, seconds))
+    text = text_ids(config)
+    ids = text[torch.randint(len(text), (samples, len(prefix) + text_length), generator=generator)]
     ids[:, : len(prefix)] = torch.tensor(prefix)
     labels = ids.clone()
     labels[:, : len(prefix)] = -100
@@ -77,14 +77,10 @@ def media_batch(
     return batch | {"attention_mask": torch.ones_like(ids)}
 
 
-def placeholders(config: PreTrainedConfig, kind: str, count: int) -> list[int]:
+def _placeholders(config: PreTrainedConfig, kind: str, count: int) -> list[int]:
     """Tokens of one image or audio, between those that mark its begin and end where the config has them."""
-    marked = (name for name in (kind, "vision") if hasattr(config, f"{name}_start_token_id"))
-    name = next(marked, None)
-    found = [getattr(config, f"{kind}_token_id")] * count
-    return (
-        [getattr(config, f"{name}_start_token_id"), *found, getattr(config, f"{name}_end_token_id")] if name else found
-    )
+    before, after = marks(config, kind)
+    return [*before, *[token_id(config, kind)] * count, *after]
 
 
 def image_grid(model: dict[str, Any], side: int) -> int:
@@ -135,41 +131,18 @@ def packed(batch: Batch, model: dict[str, Any]) -> Batch:
     """The samples as documents of one sequence: the same loss, without a token's label in another document.
 
     Returns:
-        The batch's other features, with input_ids, labels: [1, B * S], position_ids: [1, B * S], or
+        On the CPU, the batch's other features, with input_ids, labels: [1, B * S], position_ids: [1, B * S], or
         [axes, 1, B * S] for multimodal rotary embeddings, and cu_seq_lens_q, cu_seq_lens_k, max_length_q,
         max_length_k as Transformers' flash attention takes them.
     """
-    ids, labels = batch["input_ids"], batch["labels"].clone()
-    labels[:, 0] = -100
-    samples, length = ids.shape
-    offsets = torch.arange(0, samples * length + 1, length, dtype=torch.int32, device=ids.device)
-    return {
-        **{name: value for name, value in batch.items() if name not in ("mm_token_type_ids", "attention_mask")},
-        "input_ids": ids.reshape(1, -1),
-        "labels": labels.reshape(1, -1),
-        "position_ids": _positions(batch, model).to(ids.device),
-        "cu_seq_lens_q": offsets,
-        "cu_seq_lens_k": offsets,
-        "max_length_q": length,
-        "max_length_k": length,
-    }
-
-
-def _positions(batch: Batch, model: dict[str, Any]) -> Tensor:
-    ids = batch["input_ids"]
-    samples, length = ids.shape
-    plain = torch.arange(length).repeat(samples)
-    if not takes_images(model):
-        return plain[None]
     config = trained_config(model)
-    positions = RopePositions(config, model_class(config).__name__)
-    names = ("mm_token_type_ids", "image_grid_thw", "feature_attention_mask")
-    described = {name: batch[name].cpu() for name in names if name in batch}
-    each = [
-        positions(ids[i].cpu(), {name: value[i : i + 1] for name, value in described.items()}) for i in range(samples)
-    ]
-    found = torch.cat(each, dim=1)[:, None]
-    return torch.cat([plain[None, None], found]) if positions.takes_text_axis else found
+    samples = len(batch["input_ids"])
+    chunks = {name: value.cpu().chunk(samples) for name, value in batch.items()}
+    alone = [{name: each[i] for name, each in chunks.items()} for i in range(samples)]
+    made = pack(RopePositions(config, model_class(config).__name__), alone)
+    # The positions are computed from it.
+    made.pop("mm_token_type_ids", None)
+    return made
 
 
 def read_config(model: dict[str, Any]) -> PreTrainedConfig:

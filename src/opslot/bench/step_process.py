@@ -12,7 +12,6 @@ import itertools
 import json
 import statistics
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from opslot.bench.baselines import BASELINES, baseline_of
 from opslot.bench.step import EAGER, OWN_IMPLEMENTATIONS, WARM_UP
 from opslot.bench.step_inputs import Batch, media_batch, model_vocab_size, packed, read_config, text_batch
+from opslot.bench.timing import median_cpu
 from opslot.slots.protocol import trained_model
 
 # torch.compile wraps a model in a module, and releases of Transformers differ in those around a language model.
@@ -75,8 +75,7 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
         return model, optimizer, kernels
     fused = functools.partial(torch.optim.AdamW, fused=True)
     baseline = BASELINES[baseline_of(name)]
-    options = dict(dict(baseline.models)[name])
-    return baseline.load().build(task["model"], dtype, task["device"], **options), fused, ""
+    return baseline.load().build(task["model"], dtype, task["device"], **baseline.models[name]), fused, ""
 
 
 def _build_own(
@@ -146,8 +145,7 @@ def measure_steps(
 
     for _ in range(WARM_UP):
         step()
-    timed = _time_cuda if device.type == "cuda" else _time_cpu
-    ms, peak = timed(step, steps)
+    ms, peak = _time_cuda(step, steps) if device.type == "cuda" else (median_cpu(step, steps), None)
     values = torch.stack([x.float() for x in losses]).tolist()
     tokens = batch_at(0)["input_ids"].numel()
     found = {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "peak_gib": peak, "losses": values}
@@ -184,7 +182,7 @@ class _VisionTimes:
         return statistics.median(times[-steps:]) if times else None
 
 
-def _time_cuda(step: Callable[[], None], steps: int) -> tuple[float, float | None]:
+def _time_cuda(step: Callable[[], None], steps: int) -> tuple[float, float]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
@@ -197,47 +195,34 @@ def _time_cuda(step: Callable[[], None], steps: int) -> tuple[float, float | Non
     return ms, torch.cuda.max_memory_allocated() / 2**30
 
 
-def _time_cpu(step: Callable[[], None], steps: int) -> tuple[float, float | None]:
-    seconds = []
-    for _ in range(steps):
-        begun = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - begun)
-    return 1e3 * statistics.median(seconds), None
-
-
 def _batches(
     task: dict[str, Any], dtype: torch.dtype, device: torch.device, model: nn.Module
 ) -> Callable[[int], Batch]:
     """The same random tokens, images and audio in every step, or the batches of a text."""
     own = task["implementation"] in OWN_IMPLEMENTATIONS
     prepare = None if own else getattr(BASELINES[baseline_of(task["implementation"])].load(), "prepare", None)
-    if task["image_size"] or task["audio_seconds"]:
-        media = task["image_size"], task["audio_seconds"]
-        batch = media_batch(task["model"], task["batch"], task["length"], *media, dtype)
-        # As `task: vlm` does: packed, and integers on the host.
-        batch = packed(batch, task["model"]) if own else batch
-        batch = prepare(batch, task["model"], model) if prepare else batch
-        batch = {k: v.to(device) if isinstance(v, Tensor) and _moves(v, own) else v for k, v in batch.items()}
-        return lambda step: batch
-    shape = task["batch"], task["length"]
     if task["text"]:
         import numpy
 
         tokens = numpy.load(task["text"], mmap_mode="r")
         return lambda step: text_batch(torch.from_numpy(tokens[step % len(tokens)].astype("int64")).to(device))
-    generator = torch.Generator(device).manual_seed(1)
-    ids = torch.randint(0, model_vocab_size(task["model"]), shape, device=device, generator=generator)
-    batch = text_batch(ids)
-    if own:
-        # As the trainers do.
-        batch["position_ids"] = torch.arange(task["length"]).expand(shape)
+    shape = task["batch"], task["length"]
+    if task["image_size"] or task["audio_seconds"]:
+        batch = media_batch(task["model"], *shape, task["image_size"], task["audio_seconds"], dtype)
+        batch = packed(batch, task["model"]) if own else batch
+    else:
+        generator = torch.Generator(device).manual_seed(1)
+        vocabulary = model_vocab_size(task["model"])
+        batch = text_batch(torch.randint(0, vocabulary, shape, device=device, generator=generator))
+        if own:
+            batch["position_ids"] = torch.arange(task["length"]).expand(shape)
     batch = prepare(batch, task["model"], model) if prepare else batch
+    # For opslot as its trainers do: media are packed, and integers besides tokens of text on the host.
+    batch = {
+        name: x.to(device) if isinstance(x, Tensor) and (not own or x.is_floating_point()) else x
+        for name, x in batch.items()
+    }
     return lambda step: batch
-
-
-def _moves(tensor: Tensor, own: bool) -> bool:
-    return not own or tensor.is_floating_point()
 
 
 def _trace(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, kind: str) -> str:

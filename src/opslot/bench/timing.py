@@ -64,16 +64,18 @@ def measure(step: Callable[[], Any], device: torch.device) -> Time:
         step()
     if device.type == "cuda":
         return _measure_cuda(step)
-    begun = time.perf_counter()
-    step()
-    repeat = _repeats(time.perf_counter() - begun)
+    ms = median_cpu(step, _repeats(median_cpu(step, 1) / 1e3))
+    return Time(ms, ms)
+
+
+def median_cpu(step: Callable[[], Any], repeat: int) -> float:
+    """Median milliseconds of `repeat` calls."""
     seconds = []
     for _ in range(repeat):
         begun = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - begun)
-    ms = 1e3 * statistics.median(seconds)
-    return Time(ms, ms)
+    return 1e3 * statistics.median(seconds)
 
 
 def _repeats(seconds: float) -> int:

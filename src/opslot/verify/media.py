@@ -133,7 +133,7 @@ def _inlined_sample(inlined: InlinedInputs, forms: Sequence[Form]) -> Batch:
     ids, kinds = text(), [""] * _TEXT
     for form in forms:
         for _ in range(form.count):
-            token = [_token_id(config, form.kind)] if form.has_token else text()[:1]
+            token = [token_id(config, form.kind)] if form.has_token else text()[:1]
             ids += token * form.tokens + text()
             kinds += [form.kind] * form.tokens + [""] * _TEXT
     input_ids = torch.tensor([ids])
@@ -207,8 +207,8 @@ def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, cou
     for kind in dict.fromkeys(kinds):
         inputs |= _random_inputs(holder, kind, _SIZES[: kinds.count(kind)], generator)
     for kind, count in zip(kinds, counts, strict=True):
-        before, after = _marks(model.config, kind)
-        ids += [*before, *[_token_id(model.config, video_token if kind == "video" else kind)] * count, *after, *text()]
+        before, after = marks(model.config, kind)
+        ids += [*before, *[token_id(model.config, video_token if kind == "video" else kind)] * count, *after, *text()]
         types += [0] * len(before) + [_TYPE_IDS[kind]] * count + [0] * (len(after) + _TEXT)
     type_ids = torch.tensor([types])
     input_ids = torch.tensor([ids])
@@ -250,7 +250,7 @@ def _tokens(holder: Any, kind: str, size: Size) -> int:
         return count_features(getattr(holder, f"get_{kind}_features")(**_inputs(holder, kind, (size,))))
 
 
-def _marks(config: Any, kind: str) -> tuple[list[int], list[int]]:
+def marks(config: Any, kind: str) -> tuple[list[int], list[int]]:
     """Tokens before and after an image, video or audio, from which some models know its kind."""
     for name in (kind, *(("vision",) if kind != "audio" else ())):
         start, end = (getattr(config, f"{name}_{side}_token_id", None) for side in ("start", "end"))
@@ -259,7 +259,7 @@ def _marks(config: Any, kind: str) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _token_id(config: Any, kind: str) -> int:
+def token_id(config: Any, kind: str) -> int:
     for inside in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for name in (f"{kind}_token_id", f"{kind}_token_index"):
             if isinstance(getattr(inside, name, None), int):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +31,7 @@ class Baseline:
     name: str
     package: str
     distribution: str
-    models: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def load(self) -> ModuleType:
         """The module of this package that holds the library's KERNELS and `build`."""
@@ -45,30 +45,27 @@ BASELINES = {
             "hf",
             "transformers",
             "transformers",
-            (
-                ("Transformers", ()),
-                ("Transformers + FlashAttention 4", (("attention", "flash_attention_4"),)),
-                ("Transformers + torch.compile", (("compiled", True),)),
-            ),
+            {
+                "Transformers": {},
+                "Transformers + FlashAttention 4": {"attention": "flash_attention_4"},
+                "Transformers + torch.compile": {"compiled": True},
+            },
         ),
         Baseline(
             "liger",
             "liger_kernel",
             "liger-kernel",
-            (
-                ("Liger-Kernel", ()),
-                ("Liger-Kernel + FlashAttention 4", (("attention", "flash_attention_4"),)),
-            ),
+            {"Liger-Kernel": {}, "Liger-Kernel + FlashAttention 4": {"attention": "flash_attention_4"}},
         ),
         Baseline("quack", "quack", "quack-kernels"),
-        Baseline("veomni", "veomni", "veomni", (("VeOmni", ()),)),
+        Baseline("veomni", "veomni", "veomni", {"VeOmni": {}}),
     )
 }
 
 
 def baseline_of(implementation: str) -> str:
     """The name of the baseline that has a training model of this name; "" for none."""
-    return next((b.name for b in BASELINES.values() if implementation in dict(b.models)), "")
+    return next((b.name for b in BASELINES.values() if implementation in b.models), "")
 
 
 def check_baselines(names: Iterable[str], elsewhere: Iterable[str] = ()) -> None:
