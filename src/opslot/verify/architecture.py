@@ -33,7 +33,7 @@ from opslot.models._parts import parts_of
 from opslot.models._registry import declared_sub_model
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, format_table
 from opslot.slots.protocol import keeps_sequences
-from opslot.verify.bisect import Float64Mode, bisect, in_fp64, loss_and_gradients
+from opslot.verify.bisect import Float64Mode, bisect, double, in_fp64, loss_and_gradients
 from opslot.verify.isolated import Processes
 from opslot.verify.media import KINDS, RAISES, MediaSamples, media_samples, packed_samples, parallel_samples
 from opslot.verify.random_model import (
@@ -260,10 +260,9 @@ class _Run:
         original = random_model(self.config)
         # Without kernels of other packages that Transformers selects.
         apply(original, "eager")
-        exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         try:
             with Float64Mode():
-                self._step(trained_part(in_fp64(original)), exact)
+                self._step(trained_part(in_fp64(original)), double(batch))
         except RuntimeError as error:
             if not any(words in str(error) for words in ("dtype", "scalar type", "without overflow")):
                 return None

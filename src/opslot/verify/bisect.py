@@ -111,7 +111,7 @@ def bisect(
     whole = trial.worst(config)
     if whole.ok:
         return Bisection(whole)
-    return Bisection(whole, tuple(s for suspect in _by_field(report) for s in trial.narrow(suspect)))
+    return Bisection(whole, tuple(s for f in _by_field(report) for s in trial.narrow(f, (_by_layer, _by_slot))))
 
 
 class _Trial:
@@ -125,17 +125,13 @@ class _Trial:
         bind(model, "eager")
         self.expected = _Expected.of(model, batch)
 
-    def narrow(self, suspect: Suspect, ways: Sequence[Way] | None = None) -> Iterator[Suspect]:
+    def narrow(self, suspect: Suspect, ways: Sequence[Way]) -> list[Suspect]:
         """The smallest parts of `suspect` that are wrong alone; itself where none of them is."""
-        ways = (_by_layer, _by_slot) if ways is None else ways
         suspect = self._check(suspect)
         if suspect.ok:
-            return
-        smaller: list[Suspect] = []
-        for way in ways[:1]:
-            for part in way(suspect):
-                smaller += self.narrow(part, ways[1:])
-        yield from smaller or [suspect]
+            return []
+        parts = ways[0](suspect) if ways else ()
+        return [culprit for part in parts for culprit in self.narrow(part, ways[1:])] or [suspect]
 
     def _check(self, suspect: Suspect) -> Suspect:
         overrides = {path: {suspect.field: suspect.kernel} for path in suspect.paths}
@@ -187,7 +183,7 @@ class _Expected:
         dtype = torch.finfo(next(p.dtype for p in model.parameters() if p.dtype.is_floating_point))
         eps, selections = dtype.eps, Selections()
         with Float64Mode(), selections:
-            fp64 = loss_and_gradients(in_fp64(model), _double(batch))
+            fp64 = loss_and_gradients(in_fp64(model), double(batch))
         selected = selections.made if dtype.bits == _SIXTEEN_BITS else []
         with Selections(selected):
             eager = loss_and_gradients(model, batch)
@@ -295,7 +291,7 @@ def in_fp64(model: Any) -> Any:
     return copied
 
 
-def _double(batch: Mapping[str, Any]) -> dict[str, Any]:
+def double(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in batch.items()}
 
 

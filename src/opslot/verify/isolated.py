@@ -25,11 +25,6 @@ def most_workers() -> int:
     return min(_MOST_WORKERS, os.cpu_count() or 1)
 
 
-def workers_for(count: int, on_gpu: bool) -> int:
-    """The number of processes that helps with `count` checks: 0 on a CPU."""
-    return min(most_workers(), count) if on_gpu else 0
-
-
 def spoils_device(message: str) -> bool:
     """Whether a failure with this message leaves the process unusable for further checks."""
     return "CUDA error" in message

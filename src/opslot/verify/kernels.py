@@ -12,7 +12,7 @@ from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
 from opslot.slots.config import similar_names
-from opslot.verify.isolated import Lost, Processes, spoils_device, workers_for
+from opslot.verify.isolated import Lost, Processes, most_workers, spoils_device
 from opslot.verify.parity import CheckResult, check_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,7 +62,8 @@ def verify_kernels(
         if case.role == "check"
     ]
     if workers is None:
-        workers = workers_for(len(checks), any(check.device.startswith("cuda") for check in checks))
+        on_gpu = any(check.device.startswith("cuda") for check in checks)
+        workers = min(most_workers(), len(checks)) if on_gpu else 0
     return _run_in_workers(checks, workers) if workers else map(_run, checks)
 
 

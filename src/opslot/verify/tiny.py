@@ -134,7 +134,9 @@ def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool) -> 
         values["num_key_value_heads"] = HEADS
     if given.get("n_group") == 1:
         values["n_group"] = 1
-    if given.get("head_dim") and given["head_dim"] == _sum(given, "qk_nope_head_dim", "qk_rope_head_dim"):
+    if given.get("head_dim") and given["head_dim"] == sum(
+        given.get(f"qk_{of}_head_dim") or 0 for of in ("nope", "rope")
+    ):
         values["head_dim"] = NOPE + ROPE
     for name, size in values.items():
         if isinstance(given.get(name), list | tuple) and isinstance(size, int):
@@ -204,10 +206,6 @@ def _set_by_the_model(default: PreTrainedConfig, given: dict[str, Any]) -> dict[
     usual = type(default)().to_dict()
     kept = (int, float, str, bool)
     return {name: v for name, v in given.items() if isinstance(v, kept) and name in usual and usual[name] != v}
-
-
-def _sum(given: dict[str, Any], *names: str) -> int:
-    return sum(given.get(name) or 0 for name in names)
 
 
 def _sub_config(default: PreTrainedConfig, name: str) -> PreTrainedConfig | None:
