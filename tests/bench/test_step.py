@@ -1,4 +1,5 @@
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import torch
 
 from opslot._base.errors import ConfigError
 from opslot.bench import BenchOptions, StepRow, run_bench, step_process
-from opslot.bench.step import _exit_status, _Process, check_losses, compare_steps, implementations, reason
+from opslot.bench.step import _exit_status, _result_of, check_losses, compare_steps, implementations, reason
 from opslot.bench.step_process import main as measure_in_process
 from tests import omni
 
@@ -178,8 +179,17 @@ def test_reason_of_a_failure_is_its_exception():
 
 
 def test_killed_process_is_reported_with_its_signal(tmp_path):
-    process = _Process(["sh", "-c", "echo 'a warning' >&2; kill -KILL $$"], {}, tmp_path / "errors")
-    assert process.result(tmp_path / "result", 60) == {"error": "killed by SIGKILL"}
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        process = subprocess.Popen(["sh", "-c", "echo 'a warning' >&2; kill -KILL $$"], stderr=file)
+    assert _result_of(process, tmp_path / "result", errors, 60) == {"error": "killed by SIGKILL"}
+
+
+def test_process_beyond_its_time_limit_is_killed(tmp_path):
+    process = subprocess.Popen(["sleep", "60"])
+    found = _result_of(process, tmp_path / "result", tmp_path / "errors", 0)
+    assert found == {"error": "not done after 0 s"}
+    assert process.returncode == -9
 
 
 def test_only_named_implementations_are_timed(moe_config_folder, forked):

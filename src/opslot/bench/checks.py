@@ -59,15 +59,13 @@ def run_checks(
     outcomes: dict[Check, str] = {}
     reported = time.monotonic()
     for check, outcome in workers.run(_run_in_worker, checks, spoils_device, _TIMEOUT_S):
-        outcomes[check] = _lost(outcome) if isinstance(outcome, Lost) else outcome
+        if isinstance(outcome, Lost):
+            outcome = _EXITED if outcome == "exited" else f"{_TIMED_OUT}{outcome}"
+        outcomes[check] = outcome
         if report is not None and time.monotonic() - reported > _REPORT_S:
             reported = time.monotonic()
             report(f"{len(outcomes)} of {len(checks)} checks done")
     return outcomes
-
-
-def _lost(why: Lost) -> str:
-    return _EXITED if why == "exited" else f"{_TIMED_OUT}{why}"
 
 
 def combine(outcomes: Sequence[str]) -> str:

@@ -167,47 +167,32 @@ def _run(
     for model, request in zip(models.values(), requests, strict=True):
         given = {"model": model, "implementation": implementation, "lr": lr, "text": text}
         request.write_text(json.dumps(vars(options) | given))
-    process: _Process | None = None
+    process, errors = None, folder / "errors"
     for i, (name, request) in enumerate(zip(models, requests, strict=True)):
         report(f"training step: {implementation}, {name}")
         if process is None or process.poll() is not None:
-            left = requests[i:]
-            process = _Process(
-                [sys.executable, "-m", "opslot.bench.step_process", *map(str, left)], environment, folder / "errors"
-            )
-        yield name, process.result(request.with_suffix(".result"), options.timeout)
+            command = [sys.executable, "-m", "opslot.bench.step_process", *map(str, requests[i:])]
+            with errors.open("w") as file:
+                process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=environment)
+        yield name, _result_of(process, request.with_suffix(".result"), errors, options.timeout)
     assert process is not None
     process.wait()
 
 
-class _Process:
-    """A process that writes its results to files, in order, and ends at the first failure."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], errors: Path) -> None:
-        self._errors = errors
-        with errors.open("w") as file:
-            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=environment)
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def wait(self) -> None:
-        self._process.wait()
-
-    def result(self, file: Path, timeout: float) -> dict[str, Any]:
-        """The content of `file` once it is written, or why it is not."""
-        deadline = time.monotonic() + timeout
-        while not file.exists() and self.poll() is None:
-            if time.monotonic() > deadline:
-                self._process.kill()
-                self._process.wait()
-                return {"error": f"not done after {timeout} s"}
-            time.sleep(0.05)
-        if file.exists():
-            return json.loads(file.read_text())
-        code = self._process.returncode
-        # A killed process, usually for lack of memory, writes no traceback, only warnings.
-        return {"error": (code > 0 and reason(self._errors.read_text())) or _exit_status(code)}
+def _result_of(process: subprocess.Popen[bytes], file: Path, errors: Path, timeout: float) -> dict[str, Any]:
+    """The content of `file` once the process has written it, or why it has not: it ends at the first failure."""
+    deadline = time.monotonic() + timeout
+    while not file.exists() and process.poll() is None:
+        if time.monotonic() > deadline:
+            process.kill()
+            process.wait()
+            return {"error": f"not done after {timeout} s"}
+        time.sleep(0.05)
+    if file.exists():
+        return json.loads(file.read_text())
+    # A killed process, usually for lack of memory, writes no traceback, only warnings.
+    code = process.returncode
+    return {"error": (code > 0 and reason(errors.read_text())) or _exit_status(code)}
 
 
 def _exit_status(code: int) -> str:

@@ -60,35 +60,27 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
 def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], str]:
     """The model, its optimizer's class, and opslot's table of kernels."""
     name = task["implementation"]
-    if name in OWN_IMPLEMENTATIONS:
-        import opslot
-
-        added = OWN_IMPLEMENTATIONS[name]
-        ops = EAGER if added is None else {**task["ops_implementation"], **added}
-        model, optimizer, kernels = _build_own(task, ops, dtype)
-        if name.endswith("torch.compile"):
-            model.compile()
-        elif name.endswith("CUDA graphs"):
-            model.compile(mode="reduce-overhead")
-        elif name.endswith("compiled layers"):
-            model = opslot.parallelize(model, compile=True)
-        return model, optimizer, kernels
-    fused = functools.partial(torch.optim.AdamW, fused=True)
-    baseline = BASELINES[baseline_of(name)]
-    return baseline.load().build(task["model"], dtype, task["device"], **baseline.models[name]), fused, ""
-
-
-def _build_own(
-    task: dict[str, Any], ops: dict[str, str], dtype: torch.dtype
-) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], str]:
+    if name not in OWN_IMPLEMENTATIONS:
+        baseline = BASELINES[baseline_of(name)]
+        model = baseline.load().build(task["model"], dtype, task["device"], **baseline.models[name])
+        return model, functools.partial(torch.optim.AdamW, fused=True), ""
     import opslot
     from opslot.models._host_inputs import keep_inputs_on_host
     from opslot.optim.selection import adamw_of
 
+    added = OWN_IMPLEMENTATIONS[name]
+    ops = EAGER if added is None else {**task["ops_implementation"], **added}
     config = read_config(task["model"])
     model = opslot.build_foundation_model(config, torch_dtype=dtype, init_device=task["device"], ops_implementation=ops)
     keep_inputs_on_host(model)
-    return model, adamw_of(model), str(opslot.explain(model))
+    optimizer, kernels = adamw_of(model), str(opslot.explain(model))
+    if name.endswith("torch.compile"):
+        model.compile()
+    elif name.endswith("CUDA graphs"):
+        model.compile(mode="reduce-overhead")
+    elif name.endswith("compiled layers"):
+        model = opslot.parallelize(model, compile=True)
+    return model, optimizer, kernels
 
 
 @torch.no_grad()

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from opslot.bench.result import OpRow
+from opslot.bench.result import OpRow, by_comparison
 from opslot.slots import KERNEL_REGISTRY, Timing
 
 
 def timings_of(rows: Iterable[OpRow]) -> list[Timing]:
     """One timing per case that a module can have: of eager and registered kernels, times only beside passed checks."""
-    groups: dict[tuple[str, str, str], list[OpRow]] = {}
-    for row in rows:
-        if row.shape is not None and row.tokens is not None and _selectable(row):
-            groups.setdefault(row.comparison, []).append(row)
     found = []
-    for group in groups.values():
+    for group in by_comparison([row for row in rows if _selectable(row)]).values():
         first = group[0]
         assert first.shape is not None
         assert first.tokens is not None
@@ -37,4 +33,6 @@ def timings_text(timings: Iterable[Timing]) -> str:
 
 
 def _selectable(row: OpRow) -> bool:
+    if row.shape is None or row.tokens is None:
+        return False
     return row.kernel == "eager" or any(s.name == row.kernel for s in KERNEL_REGISTRY.specs(row.op, row.variant))
