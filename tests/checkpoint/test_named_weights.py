@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import opslot
 from opslot._base.errors import CheckpointError
 from opslot.distributed import init_parallel_state
-from opslot.verify.architecture import tiny_config
+from opslot.verify.tiny import tiny_config
 
 
 def model_of(arch):

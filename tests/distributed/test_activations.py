@@ -14,7 +14,7 @@ from opslot._base.errors import ConfigError
 from opslot.distributed import activations, destroy_parallel_state, init_parallel_state
 from opslot.distributed.activations import checkpoint_activations, is_saved
 from opslot.distributed.fsdp import shard_model
-from opslot.verify.architecture import tiny_config
+from opslot.verify.tiny import tiny_config
 
 
 def train(arch, mode, offload=False, compiled=False, layers=2):

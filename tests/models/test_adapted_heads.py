@@ -13,7 +13,7 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.ops._common import custom_op
 from opslot.ops.cross_entropy_loss import chunked
-from opslot.verify.architecture import tiny_config
+from opslot.verify.tiny import tiny_config
 
 VOCAB = 512
 FUSED = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}

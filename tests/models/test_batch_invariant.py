@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import opslot
 from opslot import OpsImplementationConfig
 from opslot._base.errors import ConfigError, KernelError
-from opslot.verify.architecture import tiny_config
+from opslot.verify.tiny import tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="the test marked gpu covers it")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import opslot
 from opslot.distributed import ParallelState
-from opslot.verify.architecture import tiny_config
+from opslot.verify.tiny import tiny_config
 
 
 def loss_and_gradients(model, ids):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import opslot
 from opslot._base.errors import ConfigError, KernelError
-from opslot.verify.architecture import tiny_config
+from opslot.verify.tiny import tiny_config
 
 FUSED = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
 # A plain head, a softcap, a scale and a bias.

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.models._modalities import _zero_of_projections
-from opslot.verify.architecture import tiny_config
+from opslot.verify.tiny import tiny_config
 from tests.models.test_host_inputs import TOWERS, batch_of, build
 
 

@@ -48,7 +48,7 @@ def test_stacked_matrices_are_updated_one_by_one():
 def language_model():
     from transformers import AutoModelForCausalLM
 
-    from opslot.verify.architecture import tiny_config
+    from opslot.verify.tiny import tiny_config
 
     config = tiny_config("qwen3_moe")
     config.tie_word_embeddings = False

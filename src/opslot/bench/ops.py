@@ -25,7 +25,7 @@ from opslot.bench.result import OpRow
 from opslot.bench.timing import Time, measure, measure_peak
 from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, KernelSpec, OpVariant, walk_slots
 from opslot.verify.isolated import Processes, most_workers, spoils_device
-from opslot.verify.parity import CheckResult, compare, expect
+from opslot.verify.parity import CheckResult, compare, expect, with_leaves
 
 _Kernel = Callable[..., Any]
 
@@ -322,15 +322,7 @@ def time_forward_backward(
     kernel: _Kernel, variant: OpVariant, arguments: dict[str, Any], device: torch.device
 ) -> tuple[Time, float | None]:
     """Time of forward plus backward with random incoming gradients, and MiB allocated above the inputs (on CUDA)."""
-    leaves: list[Tensor] = []
-
-    def leaf(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.dtype.is_floating_point:
-            x = x.detach().requires_grad_()
-            leaves.append(x)
-        return x
-
-    call = {n: tree_map(leaf, v) if n in variant.differentiable else v for n, v in arguments.items()}
+    call, leaves = with_leaves(arguments, variant.differentiable)
     grads: list[Tensor] = []
 
     def step() -> None:
@@ -338,7 +330,7 @@ def time_forward_backward(
         if not grads:
             grads.extend(torch.randn_like(o) for o in outputs)
         if outputs:
-            torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+            torch.autograd.grad(outputs, [x for _, x in leaves], grads, allow_unused=True)
 
     step()
     peak = None

@@ -308,17 +308,13 @@ class Result:
     def curve(self) -> LossCurve | None:
         return next((run.curve for run in reversed(self.runs) if run.curve), None)
 
-    def with_run(self, run: Run) -> Result:
-        """This result and a later run, which replaces the comparisons that it has measured, too."""
-        kept = [k for k in (_without(old, run) for old in self.runs) if not k.empty]
-        return dataclasses.replace(self, runs=[*kept, run])
-
     def run_of(self, row: OpRow | StepRow) -> Run:
         """The run that a row belongs to."""
         return next(run for run in self.runs if any(row is r for r in (*run.ops, *run.steps)))
 
 
 def _without(old: Run, new: Run) -> Run:
+    """The comparisons of a run that a later one has not measured."""
     ops, steps, values = (
         {r.comparison for r in new.ops},
         {r.comparison for r in new.steps},
@@ -349,10 +345,10 @@ def merge(results: Iterable[Result]) -> Result:
         raise ConfigError(
             "the results are of different scripts", found=", ".join(scripts), hint="merge those of each script"
         )
-    merged = Result(results[0].script)
+    kept: list[Run] = []
     for run in runs:
-        merged = merged.with_run(run)
-    return merged
+        kept = [rest for old in kept if not (rest := _without(old, run)).empty] + [run]
+    return Result(results[0].script, kept)
 
 
 def to_json(result: Result) -> str:

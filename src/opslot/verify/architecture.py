@@ -47,7 +47,7 @@ from opslot.verify.random_model import (
     whole_batch,
     worst_difference,
 )
-from opslot.verify.tiny import model_type_of, tiny_config, tiny_configs
+from opslot.verify.tiny import model_type_of, tiny_configs
 from opslot.verify.two_processes import SIZES, WORLD, two_process_step
 
 if TYPE_CHECKING:
@@ -416,6 +416,3 @@ def _differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[s
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
-
-
-__all__ = ["CHECKS", "ArchitectureCheck", "CheckOutcome", "check_architecture", "tiny_config"]

@@ -303,6 +303,3 @@ def _figures(worst: Comparison | None) -> str:
     if worst is None:
         return ""
     return f"{worst.name}, error {worst.error:.2e}, eager {worst.eager_error:.2e}, bound {worst.bound:.2e}"
-
-
-__all__ = ["Bisection", "Suspect", "bisect"]

@@ -52,10 +52,6 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Kill the processes; the next work starts new ones."""
         for worker in (*self._idle, *self._busy):
             worker.stop()
         self._idle, self._busy = [], []

@@ -32,9 +32,10 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,24 +242,7 @@ def _run(
         eager: results of the reference on the arguments as they are. Incoming gradients are rounded to the dtypes of
             these outputs: otherwise that rounding would count as an error of the kernel.
     """
-    wanted = [n for n in variant.differentiable if n in arguments]
-    leaves: list[tuple[str, Tensor]] = []
-
-    def leaf(name: str, value: Any) -> Any:
-        if name not in wanted:
-            return value
-
-        def one(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
-                return x
-            # Keep the strides of the case.
-            base = x.detach().requires_grad_()
-            leaves.append((name, base))
-            return base
-
-        return tree_map(one, value)
-
-    call = {n: leaf(n, v) for n, v in arguments.items()}
+    call, leaves = with_leaves(arguments, variant.differentiable)
     outputs = [o for o in tree_flatten(function(**call))[0] if isinstance(o, Tensor)]
     named = {"out" if len(outputs) == 1 else f"out[{i}]": o for i, o in enumerate(outputs)}
     rooted = [o for o in outputs if o.requires_grad]
@@ -275,6 +259,23 @@ def _run(
             key = f"grad {name}" if [n for n, _ in leaves].count(name) == 1 else f"grad {name}[{i}]"
             named[key] = torch.zeros_like(x) if grad is None else grad
     return {n: t.detach() for n, t in named.items()}
+
+
+def with_leaves(
+    arguments: Mapping[str, Any], differentiable: Collection[str]
+) -> tuple[dict[str, Any], list[tuple[str, Tensor]]]:
+    """The arguments with each floating tensor of the differentiable ones as a new leaf; and those leaves, by name."""
+    leaves: list[tuple[str, Tensor]] = []
+
+    def leaf(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+            return x
+        # Keep the strides of the case.
+        leaves.append((name, x.detach().requires_grad_()))
+        return leaves[-1][1]
+
+    call = {n: tree_map(partial(leaf, n), v) if n in differentiable else v for n, v in arguments.items()}
+    return call, leaves
 
 
 def _compare_norms(

@@ -13,7 +13,7 @@ import opslot
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.layer_norm import op
-from opslot.verify.architecture import tiny_config
+from opslot.verify.tiny import tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRITON = {"layer_norm_implementation": "triton"}

@@ -8,7 +8,7 @@ from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.linear import fp8
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
-from opslot.verify.architecture import tiny_config
+from opslot.verify.tiny import tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

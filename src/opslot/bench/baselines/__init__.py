@@ -127,6 +127,3 @@ def _raising_kernel_error(kernel: Callable[..., Any], baseline: str) -> Callable
             raise KernelError(f"{baseline} raised {type(error).__name__}: {error}") from error
 
     return call
-
-
-__all__ = ["BASELINES", "Baseline", "baseline_kernels", "baseline_of", "check_baselines", "load_baselines"]

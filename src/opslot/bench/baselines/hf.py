@@ -20,11 +20,8 @@ def grouped_mm(
 
     experts, hidden, intermediate = down_proj.shape
     config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts)
-    config._experts_implementation = "grouped_mm"
-    with torch.device("meta"):
-        module = Qwen3MoeExperts(config)
     weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
+    return _with_grouped_mm(Qwen3MoeExperts, config, weights, hidden_states, top_k_index, top_k_weights)
 
 
 def grouped_mm_biased(
@@ -44,17 +41,22 @@ def grouped_mm_biased(
 
     experts, intermediate, hidden = down_proj.shape
     config = GptOssConfig(hidden_size=hidden, intermediate_size=intermediate, num_local_experts=experts)
-    config._experts_implementation = "grouped_mm"
-    with torch.device("meta"):
-        module = GptOssExperts(config)
-    module.limit, module.alpha = limit, alpha
     weights = {
         "gate_up_proj": gate_up_proj,
         "down_proj": down_proj,
         "gate_up_proj_bias": gate_up_proj_bias,
         "down_proj_bias": down_proj_bias,
     }
-    return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
+    inputs = hidden_states, top_k_index, top_k_weights
+    return _with_grouped_mm(GptOssExperts, config, weights, *inputs, limit=limit, alpha=alpha)
+
+
+def _with_grouped_mm(cls: Any, config: Any, weights: dict[str, Tensor], *inputs: Tensor, **settings: float) -> Tensor:
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        module = cls(config)
+    vars(module).update(settings)
+    return torch.func.functional_call(module, weights, inputs)
 
 
 def chunk_gated_delta_rule(
