@@ -25,7 +25,7 @@ _REPORT_S = 15.0
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(KernelCheck):
     """Compare one implementation with the op's fp64 reference, in one dtype, on one case.
 
     Attributes:
@@ -34,12 +34,6 @@ class Check:
         baseline: the baseline, for a baseline's kernel.
     """
 
-    op: str
-    variant: str
-    kernel: str
-    dtype: torch.dtype
-    device: str
-    case: str
     baseline: str | None = None
     tokens: int | None = None
     shape: tuple[tuple[str, int], ...] = ()
@@ -100,8 +94,7 @@ def run_check(check: Check) -> str:
             kernels = baseline_kernels([check.baseline], check.op, check.variant)
             variant = KERNEL_REGISTRY.op(check.op).variant(check.variant)
             return _check_as_timed(check, variant, kernels[check.kernel])
-        registered = KernelCheck(check.op, check.variant, check.kernel, check.case, check.dtype, check.device)
-        return describe(registered.run())
+        return describe(check.run())
     except KernelError as error:
         return f"unchecked: {brief(error)}"
 

@@ -233,7 +233,7 @@ class _Setting:
 
         A baseline is checked on what is timed alone: it need not support other inputs.
         """
-        check = Check(self.op, self.variant.name, kernel, self.dtype, str(self.device), "")
+        check = Check(self.op, self.variant.name, kernel, "", self.dtype, str(self.device))
         if candidate.spec is not None:
             return [replace(check, case=case.name) for case in self.variant.cases if case.role == "check"]
         if candidate.baseline is None:

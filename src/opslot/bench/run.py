@@ -21,9 +21,9 @@ from opslot._base.dtypes import dtype_name, floating_dtype
 from opslot._base.errors import ConfigError
 from opslot.bench.baselines import check_baselines
 from opslot.bench.files import OutputFiles
-from opslot.bench.ops import CallSite, bench_ops, call_sites_of
+from opslot.bench.ops import bench_ops, call_sites_of
 from opslot.bench.options import BenchOptions
-from opslot.bench.result import Environment, OpRow, Result, Run, StepRow, read
+from opslot.bench.result import Environment, OpRow, Result, Run, read
 from opslot.bench.step import compare_steps, known_implementations, loss_curve, process_environment
 from opslot.bench.step_inputs import audio_tokens, image_grid, model_vocab_size, read_config, takes_images
 from opslot.bench.table import time_cell
@@ -94,9 +94,10 @@ def run_bench(
         raise ConfigError(f"op {names} has no cases to time", hint="run `opslot kernels` for the ops that exist")
     if options.tune:
         report(_write_profile(run.ops, setting.device))
-    for rows in setting.step_rows():
-        run.steps[:] = rows
-        files.write(result)
+    if options.models and options.steps and not options.tune and not options.ops:
+        for rows in compare_steps(setting.models, setting.options, report):
+            run.steps[:] = rows
+            files.write(result)
     if options.curve:
         curve = loss_curve(setting.models, setting.text, setting.options, report)
         result = Result(result.script, [dataclasses.replace(run, curve=curve)])
@@ -200,11 +201,16 @@ class _Setting:
         options = self.options
         if options.steps_only:
             return
+        call_sites = None
+        if self.model is not None:
+            config = read_config(self.model)
+            built = opslot.build_foundation_model(config, None, self.dtype, "meta", "eager")
+            call_sites = call_sites_of(built, self.device, self.dtype)
         yield from bench_ops(
             options.ops,
             device=self.device,
             dtype=self.dtype,
-            call_sites=self._call_sites(),
+            call_sites=call_sites,
             tokens=self.tokens,
             baselines=[name for name in options.baselines if name not in options.baseline_paths],
             compiled=options.compile_ops and not options.tune,
@@ -215,14 +221,6 @@ class _Setting:
             if baseline in options.baseline_paths:
                 report(f"{baseline}, in a separate process")
                 yield from self._rows_of(baseline)
-
-    def _call_sites(self) -> list[CallSite] | None:
-        if self.model is None:
-            return None
-        built = opslot.build_foundation_model(
-            read_config(self.model), torch_dtype=self.dtype, init_device="meta", ops_implementation="eager"
-        )
-        return call_sites_of(built, self.device, self.dtype)
 
     def _rows_of(self, baseline: str) -> list[OpRow]:
         """The rows of a baseline's kernels, measured in a process where its folder comes first."""
@@ -247,12 +245,6 @@ class _Setting:
                 return read(file).ops
         self.report(f"{baseline} failed: {done.stderr.strip()[-800:]}")
         return []
-
-    def step_rows(self) -> Iterator[list[StepRow]]:
-        """The training steps' rows so far, after each implementation."""
-        options = self.options
-        if self.models and options.steps > 0 and not options.tune and not options.ops:
-            yield from compare_steps(self.models, options, self.report)
 
 
 def _title(source: str, layers: int | None) -> str:

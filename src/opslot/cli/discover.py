@@ -143,7 +143,8 @@ def _all(as_json: bool) -> int:
         if report["matches"]:
             reports.append(report)
             if not as_json:
-                print(_line(report), flush=True)
+                ops = ", ".join(dict.fromkeys(match["op"] for match in report["matches"]))
+                print(f"{report['architecture']:24} {'FAILED' if report['problem'] else ops}", flush=True)
     bad = [report["architecture"] for report in reports if report["problem"]]
     if as_json:
         print(json.dumps(reports, indent=2))
@@ -153,8 +154,3 @@ def _all(as_json: bool) -> int:
     for name in bad:
         print(f"`opslot discover {name}` shows why it cannot be generated", file=sys.stderr)
     return 1 if bad else 0
-
-
-def _line(report: dict[str, Any]) -> str:
-    ops = ", ".join(dict.fromkeys(match["op"] for match in report["matches"]))
-    return f"{report['architecture']:24} {'FAILED' if report['problem'] else ops}"

@@ -115,8 +115,9 @@ def _first_form_that_runs(
     for forms in ways:
         try:
             batch = _inlined_sample(inlined, forms)
+            without = batch | {form.name: torch.ones_like(batch[form.name]) for form in forms}
             with torch.no_grad():
-                losses = [inlined.model(**b, use_cache=False).loss for b in (batch, _without_features(batch, forms))]
+                losses = [inlined.model(**b, use_cache=False).loss for b in (batch, without)]
         except Exception as caught:
             raised = raised or _raised(caught)
             continue
@@ -141,10 +142,6 @@ def _inlined_sample(inlined: InlinedInputs, forms: Sequence[Form]) -> Batch:
     for form in forms:
         batch |= inlined.inputs(form, torch.tensor([kind == form.kind for kind in kinds]), generator)
     return batch
-
-
-def _without_features(batch: Batch, forms: Sequence[Form]) -> Batch:
-    return {**batch, **{form.name: torch.ones_like(batch[form.name]) for form in forms}}
 
 
 def _first_that_runs(
