@@ -326,10 +326,8 @@ class _Run:
         wanted = original.state_dict()
         with tempfile.TemporaryDirectory() as folder:
             for name, there in self._round_trips(original, Path(folder)):
-                found = there.state_dict()
-                differ = [key for key in wanted if key not in found or not _same(found[key], wanted[key])]
-                if differ or found.keys() != wanted.keys():
-                    return "failed", f"{name}: {', '.join((differ or sorted(found.keys() ^ wanted.keys()))[:3])} differ"
+                if differ := _differences(there.state_dict(), wanted):
+                    return "failed", f"{name}: {', '.join(differ[:3])} differ"
         return "passed", "Transformers reads what opslot saves, and the reverse"
 
     def _round_trips(self, original: Any, folder: Path) -> Iterator[tuple[str, Any]]:
