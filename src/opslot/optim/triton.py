@@ -217,6 +217,9 @@ class AdamW(PartialAdamW):
         for number, group in enumerate(self.param_groups):
             if group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor):
                 continue
+            if group["capturable"]:
+                # A CUDA graph cannot capture the copy of a table from the host.
+                continue
             rows: dict[_Form, list[_Row]] = {}
             steps: list[Tensor] = []
             copies: list[Tensor] = []
