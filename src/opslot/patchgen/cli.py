@@ -134,7 +134,7 @@ def _target(name: str) -> _Target:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise PatchError(f"importing {name} failed: {error}") from error
+            raise PatchError(f"importing {name} failed: {error}", hint="install what the module imports") from error
         close = ", ".join(difflib.get_close_matches(name, known_archs(), 3))
         raise PatchError(
             f"{name!r} is neither an architecture with slots nor an importable module",

@@ -37,7 +37,7 @@ class Release:
         """File of a module below `transformers`."""
         package, *rest = module.split(".")
         if package != PACKAGE:
-            raise PatchError(f"{module} is not a module of {PACKAGE}")
+            raise PatchError(f"{module} is not a module of {PACKAGE}", hint=f"name one that starts with {PACKAGE}.")
         path = self.root.joinpath(*rest)
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 

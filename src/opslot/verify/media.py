@@ -229,7 +229,10 @@ def _inputs(holder: Any, kind: str, sizes: Sequence[Size]) -> Batch:
     method = f"get_{kind}_features"
     found = AudioInputs(holder).make(len(sizes)) if kind == "audio" else visual_inputs(holder, method, sizes)
     if found is None:
-        raise ConfigError(f"the inputs of {type(holder).__name__}.{method} are unknown")
+        raise ConfigError(
+            f"the inputs of {type(holder).__name__}.{method} are unknown",
+            hint="opslot.bisect(model, batch) compares on inputs of your own",
+        )
     return found
 
 
@@ -261,7 +264,9 @@ def token_id(config: Any, kind: str) -> int:
         for name in (f"{kind}_token_id", f"{kind}_token_index"):
             if isinstance(getattr(inside, name, None), int):
                 return getattr(inside, name)
-    raise ConfigError(f"{type(config).__name__} has no {kind}_token_id")
+    raise ConfigError(
+        f"{type(config).__name__} has no {kind}_token_id", hint=f"add it to config.json, or leave {kind} out"
+    )
 
 
 def with_common_divisor(batches: Sequence[Batch]) -> list[Batch]:
