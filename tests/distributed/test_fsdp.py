@@ -151,6 +151,21 @@ def test_norm_of_16_bit_gradients_is_float32(ranks, dtype, value):
         assert after == pytest.approx(math.sqrt(301 / 304), rel=4e-3)
 
 
+def norm_of_strided_shards():
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    state = init_parallel_state(device_type="cpu")
+    whole = nn.Parameter(DTensor.from_local(torch.zeros(4), state.fsdp_mesh, [_StridedShard(0, split_factor=2)]))
+    local = torch.full((4,), 3.0 + state.rank)
+    whole.grad = DTensor.from_local(local, state.fsdp_mesh, [_StridedShard(0, split_factor=2)])
+    return clip_grad_norm([whole], math.inf).item()
+
+
+def test_norm_counts_strided_shards_of_all_ranks(ranks):
+    """FSDP2 makes them of parameters that tensor parallelism has sharded; torch does not call them shards."""
+    assert ranks.run(norm_of_strided_shards) == [pytest.approx(10.0)] * 2
+
+
 def norm_with_value(value):
     """The norm if one rank's shard of one gradient contains `value`."""
     state = init_parallel_state(device_type="cpu")

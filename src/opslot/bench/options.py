@@ -34,7 +34,7 @@ class BenchOptions:
         baselines_only: time the ops of the baselines alone.
         dtype: default bfloat16; float32 on a CPU.
         device: default the best of this machine.
-        commit: commit to record where there is no git.
+        commit: commit to record outside a git repository.
     """
 
     ops: tuple[str, ...] = ()

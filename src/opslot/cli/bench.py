@@ -143,7 +143,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--merge", nargs="+", metavar="FILE", help="measure nothing; make one result of these that --output wrote"
     )
-    group.add_argument("--commit", metavar="ID", help="commit to record where there is no git")
+    group.add_argument("--commit", metavar="ID", help="commit to record outside a git repository")
     group.add_argument("--json", action="store_true", help="print JSON")
 
 

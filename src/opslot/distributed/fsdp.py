@@ -212,7 +212,8 @@ def _norm(grads: list[Tensor]) -> Tensor:
     if isinstance(first, DTensor):
         square = norm.square()
         for dim, placement in enumerate(first.placements):
-            if placement.is_shard():
+            assert not placement.is_partial(), "FSDP2 has reduced the gradients"
+            if not placement.is_replicate():
                 dist.all_reduce(square, group=first.device_mesh.get_group(dim))
         norm = square.sqrt()
     return norm

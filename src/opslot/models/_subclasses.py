@@ -62,6 +62,7 @@ def _instance(cls: type) -> Any:
     return made.__new__(made)
 
 
+@cache
 def overridden(cls: type) -> str | None:
     """Why a class of `with_slots` may never read its slots; None where each method that reads one is called."""
     original = derived_from(cls)

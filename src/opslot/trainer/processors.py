@@ -54,7 +54,9 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
         raise ConfigError(
             f"the processor in {folder} is not complete", found=f"only a {type(processor).__name__}", hint=hint
         )
-    if "text" not in inspect.signature(type(processor).__call__).parameters:
+    parameters = inspect.signature(type(processor).__call__).parameters
+    # One with *args may take it there.
+    if "text" not in parameters and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         raise ConfigError(
             f"task vlm cannot train with {type(processor).__name__}, which takes no text: it makes the tokens of a "
             "conversation from audio alone",

@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 
 @cache
 def limit_has_gradient() -> bool:
-    """Whether torch.clamp passes the gradient of a value that equals its limit: releases before 2.15 do."""
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones((), device="cpu", requires_grad=True)
-        return bool(torch.autograd.grad(x.clamp(max=1.0), x)[0])
+    """Whether torch.clamp passes the gradient of a value that equals its limit: 2.13 does, 2.15 does not."""
+    # In forward mode: a backward pass would start the threads of autograd, and this runs at imports.
+    with torch.inference_mode(False), forward_ad.dual_level():
+        one = torch.ones((), device="cpu")
+        tangent = forward_ad.unpack_dual(forward_ad.make_dual(one, one).clamp(max=1.0)).tangent
+        return bool(tangent == 1)
 
 
 # What a kernel takes as `activation`: a name below, or the module or function that a model applies.
