@@ -51,19 +51,42 @@ def gemm_dgated(a, b, projected, projected_grad, weighted_act, colvec_scale=None
     return (grad.float() * act.detach()).sum(-1)
 
 
+def gemm_act(a, b, activation, preact_out, postact_out, **options):
+    gemm_gated(a, b, preact_out, postact_out, **options)
+    return preact_out, postact_out
+
+
+def gemm_dact(a, b, projected, activation, dx_out, postact_out, **options):
+    return dx_out, postact_out, gemm_dgated(a, b, projected, dx_out, postact_out, **options)
+
+
+GATED = {
+    "before 0.6.2": {
+        "gemm_gated_tuned": SimpleNamespace(fn=gemm_gated),
+        "gemm_dgated_tuned": SimpleNamespace(fn=gemm_dgated),
+    },
+    "0.6.2 and later": {"gemm_act": gemm_act, "gemm_dact": gemm_dact},
+}
+
+
 @pytest.fixture(scope="module")
-def fused_quack():
-    interface, config = ModuleType("quack.gemm_interface"), ModuleType("quack.gemm_config")
-    for name, function in (("gemm_tuned", gemm), ("gemm_gated_tuned", gemm_gated), ("gemm_dgated_tuned", gemm_dgated)):
-        setattr(interface, name, SimpleNamespace(fn=function))
-    config.GemmConfig = SimpleNamespace
+def quack_module():
+    quack, interface, config = (ModuleType(name) for name in ("quack", "quack.gemm_interface", "quack.gemm_config"))
+    quack.gemm_interface, config.GemmConfig = interface, SimpleNamespace
     name = "opslot.ops.moe_experts.quack"
     if torch.cuda.is_available():
         pytest.skip("test_all_kernels runs quack's own GEMMs")
     with pytest.MonkeyPatch.context() as context:
-        for module in (ModuleType("quack"), interface, config):
+        for module in (quack, interface, config):
             context.setitem(sys.modules, module.__name__, module)
-        yield importlib.import_module(name).standard
+        yield importlib.import_module(name)
+
+
+@pytest.fixture(params=GATED)
+def fused_quack(quack_module, request, monkeypatch):
+    functions = SimpleNamespace(gemm_tuned=SimpleNamespace(fn=gemm), **GATED[request.param])
+    monkeypatch.setattr(quack_module, "gemm_interface", functions)
+    return quack_module.standard
 
 
 @pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, True), (False, True, True, False)])

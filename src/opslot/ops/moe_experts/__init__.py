@@ -5,14 +5,12 @@ from typing import Any
 import torch
 
 from opslot.ops._common.activations import activation_name
-from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, gpu_kernel, triton_kernel
+from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, QUACK, TRITON, gpu_kernel, triton_kernel
 from opslot.ops.moe_experts.op import OP
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
 from opslot.slots.protocol import is_adapted
 
 _HERE = "opslot.ops.moe_experts"
-# 0.6.2 removed the functions that take outputs and a configuration.
-_QUACK_GATED = Requirement("quack", "quack-kernels", ">=0.5,<0.6.2")
 # The others compute the same GEMMs from other layouts, and have their priorities without a measurement.
 _MEASURED = ("standard", "clamped", "biased", "split")
 
@@ -111,7 +109,7 @@ for _spec in (
         "moe_experts",
         "standard",
         "quack:standard",
-        (_QUACK_GATED, CUTLASS, TRITON),
+        (QUACK, CUTLASS, TRITON),
         capability=(9, 0),
         dtypes=HALF_FLOATS,
         supports=lambda request: _silu(request) or _multiples_of_8(request),

@@ -9,10 +9,11 @@ fused_triton.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from quack import gemm_interface
 from quack.gemm_config import GemmConfig
-from quack.gemm_interface import gemm_dgated_tuned, gemm_gated_tuned, gemm_tuned
 from torch import Tensor
 
 from opslot._base.errors import KernelError
@@ -37,6 +38,29 @@ def _cut(tile_m: int, tile_n: int, pingpong: bool) -> GemmConfig:
 CUTS = dict.fromkeys(
     ("gate_up", "down", "act_grad", "input_grad", "gate_up_grad", "down_grad"), _cut(128, 256, pingpong=False)
 )
+
+
+# quack-kernels 0.6.2 replaced `gemm_gated_tuned` and `gemm_dgated_tuned`; their `fn` is the kernel without its tuner.
+
+
+def _gemm_gated(a: Tensor, b: Tensor, projected: Tensor, act: Tensor, **options: Any) -> None:
+    if hasattr(gemm_interface, "gemm_gated_tuned"):
+        gemm_interface.gemm_gated_tuned.fn(a, b, projected, act, activation="swiglu", **options)
+    else:
+        gemm_interface.gemm_act(a, b, activation="swiglu", preact_out=projected, postact_out=act, **options)
+
+
+def _gemm_dgated(
+    a: Tensor, b: Tensor, projected: Tensor, projected_grad: Tensor, act: Tensor, **options: Any
+) -> Tensor:
+    options |= {"activation": "swiglu", "colvec_reduce": True}
+    if hasattr(gemm_interface, "gemm_dgated_tuned"):
+        return gemm_interface.gemm_dgated_tuned.fn(a, b, projected, projected_grad, act, **options)
+    return gemm_interface.gemm_dact(a, b, projected, dx_out=projected_grad, postact_out=act, **options)[-1]
+
+
+def _gemm(a: Tensor, b: Tensor, out: Tensor, **options: Any) -> None:
+    gemm_interface.gemm_tuned.fn(a, b, out, **options)
 
 
 def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -70,19 +94,18 @@ def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tup
     if rows == 0:
         return torch.zeros_like(x), projected, *routing
     act = x.new_empty(rows, intermediate)
-    gemm_gated_tuned.fn(
+    _gemm_gated(
         x,
         gate_up_proj.mT,
         projected,
         act,
-        activation="swiglu",
         cu_seqlens_m=routing.expert_offsets,
         A_idx=_tokens(routing, top_k),
         config=CUTS["gate_up"],
         concat_layout=("B",),
     )
     outputs = x.new_empty(rows, hidden)
-    gemm_tuned.fn(act, down_proj.mT, outputs, cu_seqlens_m=routing.expert_offsets, config=CUTS["down"])
+    _gemm(act, down_proj.mT, outputs, cu_seqlens_m=routing.expert_offsets, config=CUTS["down"])
     return combine(outputs, routing.pair_to_row, weights.contiguous(), True), projected, *routing
 
 
@@ -106,15 +129,13 @@ def _backward(
     scale = weights.view(-1)[routing.row_to_pair.clamp(min=0)].float()
     projected_grad = torch.empty_like(projected)
     weighted_act = x.new_empty(rows, down_proj.shape[2])
-    dots = gemm_dgated_tuned.fn(
+    dots = _gemm_dgated(
         grad,
         down_proj,
         projected,
         projected_grad,
         weighted_act,
         colvec_scale=scale,
-        activation="swiglu",
-        colvec_reduce=True,
         cu_seqlens_m=routing.expert_offsets,
         A_idx=tokens,
         config=CUTS["act_grad"],
@@ -124,13 +145,11 @@ def _backward(
     if wanted.weights:
         down_grad, gate_up_grad = torch.empty_like(down_proj), torch.empty_like(gate_up_proj)
         by_expert = {"cu_seqlens_k": routing.expert_offsets, "A_idx": tokens}
-        gemm_tuned.fn(grad.mT, weighted_act, down_grad, config=CUTS["down_grad"], **by_expert)
-        gemm_tuned.fn(
-            x.mT, projected_grad, gate_up_grad.mT, config=CUTS["gate_up_grad"], concat_layout=("out",), **by_expert
-        )
+        _gemm(grad.mT, weighted_act, down_grad, config=CUTS["down_grad"], **by_expert)
+        _gemm(x.mT, projected_grad, gate_up_grad.mT, config=CUTS["gate_up_grad"], concat_layout=("out",), **by_expert)
     if wanted.inputs:
         terms = x.new_empty(rows, hidden)
-        gemm_tuned.fn(
+        _gemm(
             projected_grad,
             gate_up_proj,
             terms,
