@@ -18,7 +18,7 @@ from opslot.checkpoint.adapters import adapter_layers
 from opslot.cli import main
 from opslot.distributed import destroy_parallel_state
 from opslot.ops.linear.nf4 import dequantize
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 SIZES = {"fsdp": {}, "sp": {"sp_size": 2, "fsdp": {"ulysses_overlap": True}}, "ep": {"ep_size": 2}}

@@ -25,7 +25,8 @@ from opslot.distributed import destroy_parallel_state
 from opslot.models import ARCHITECTURES
 from opslot.models._registry import find_architecture
 from opslot.trainer import TextTrainer, load_config
-from opslot.trainer.callbacks import Callback, MetricsCallback, read_metrics
+from opslot.trainer.callbacks.base import Callback
+from opslot.trainer.callbacks.writers import MetricsCallback, read_metrics
 from opslot.trainer.checkpointing import find_checkpoints
 from opslot.trainer.saver import CheckpointSaver
 from opslot.trainer.setup import with_default_precision

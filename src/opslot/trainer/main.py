@@ -119,7 +119,7 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
 
 
 def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
-    from opslot.trainer.callbacks import BEST_FOLDER, HF_FOLDER
+    from opslot.trainer.callbacks.writers import BEST_FOLDER, HF_FOLDER
 
     result = trainer.train()
     if result.completed:

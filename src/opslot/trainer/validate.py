@@ -13,7 +13,8 @@ from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.files import path_problem
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.checkpoint.adapters import FROM_WEIGHTS
-from opslot.data import DataConfig, find_files
+from opslot.data.config import DataConfig
+from opslot.data.sources import find_files
 from opslot.trainer.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
 from opslot.trainer.optimizer_settings import check_optimizer, is_sharded
 from opslot.trainer.output_folder import check_output
