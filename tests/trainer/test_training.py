@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from opslot import KERNEL_REGISTRY, KernelSpec, explain
 from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
-from opslot.checkpoint import ExpertTensorConverter
+from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.distributed import destroy_parallel_state
 from opslot.models import ARCHITECTURES
 from opslot.models._registry import find_architecture
