@@ -176,7 +176,7 @@ def test_modules_compile_without_documents_as_one_graph():
 
 
 def test_call_of_a_module_that_takes_no_boundaries_is_unchanged():
-    text = generate(discover("sapiens2").patch, installed_release()).text
+    text = generate(discover("sapiens2").patch, installed_release())
     assert "self.drop_path(hidden_states)" in text
     assert "_opslot_passed_to(self.drop_path" not in text
 

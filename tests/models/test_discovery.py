@@ -336,14 +336,14 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
     ],
 )
 def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
-    text = generate(discover(arch).patch, installed_release()).text
+    text = generate(discover(arch).patch, installed_release())
     assert f"_opslot_keeps_sequences = '{why}" in text
 
 
 @pytest.mark.parametrize("arch", ["cohere2_moe", "phimoe", "dbrx", "jetmoe", "kolibri1"])
 def test_code_that_acts_per_token_does_not_prevent_packing(arch):
     """Errors, autograd functions, and reviewed methods that call functions of several tokens."""
-    text = generate(discover(arch).patch, installed_release()).text
+    text = generate(discover(arch).patch, installed_release())
     kept = {line.strip() for line in text.splitlines() if line.strip().startswith("_opslot_keeps_sequences")}
     assert kept <= {"_opslot_keeps_sequences = 'its language model is not separate from its encoder'"}
 
@@ -439,7 +439,7 @@ def test_model_without_slots_raises():
 @pytest.mark.parametrize("arch", ["axk2", "doge", "hy_v4", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
 def test_similar_code_is_skipped(arch):
     found = discover(arch)
-    text = generate(found.patch, installed_release()).text
+    text = generate(found.patch, installed_release())
     compile(text, arch, "exec")
     skips = {skip.symbol.split(",")[0]: skip for skip in found.skips}
     unlike = {
@@ -501,8 +501,8 @@ def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     written = importlib.import_module(file.stem).patch
     assert not written.discover
-    wanted = generate(require_patch(arch), installed_release()).text
-    assert generate(written, installed_release()).text == wanted
+    wanted = generate(require_patch(arch), installed_release())
+    assert generate(written, installed_release()) == wanted
     assert patch_source(written) == file.read_text()
 
 

@@ -355,7 +355,7 @@ def test_header_lists_every_patch_under_the_licence(make_release, patch):
     patch.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x")
     patch.add_import("numpy", alias="np")
     patch.drop_import_names("os")
-    text = generate(patch, make_release(BEFORE)).text
+    text = generate(patch, make_release(BEFORE))
     assert text.startswith(
         lines(
             '''
@@ -378,7 +378,7 @@ def test_output_is_deterministic(make_release):
         config.override_method("ToyModel.forward", "def f(self, x):\n    return x\n")
         return config
 
-    first, second = (generate(patch(), make_release(BEFORE)).text for _ in range(2))
+    first, second = (generate(patch(), make_release(BEFORE)) for _ in range(2))
     assert first == second
     assert patch().digest == patch().digest
 
