@@ -46,7 +46,10 @@ def generate(patch: PatchConfig, release: Release) -> str:
     """
     document, problems = apply_all(patch, release)
     if problems:
-        raise PatchError("\n".join(str(problem) for problem in problems))
+        raise PatchError(
+            "\n".join(str(problem) for problem in problems),
+            hint="adapt the patch to this release, or use a release that it applies to",
+        )
     document.write_slot_declarations()
     finish_module(document)
     return document.module.code

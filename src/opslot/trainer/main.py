@@ -198,7 +198,7 @@ def _reported_by_first_rank() -> Iterator[None]:
     except OpslotError as error:
         if _is_first_rank():
             raise
-        raise OtherRankFailed("the first rank of this machine failed") from error
+        raise OtherRankFailed("the first rank of this machine failed", hint="see its error") from error
 
 
 def _is_first_rank() -> bool:
