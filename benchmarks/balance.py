@@ -77,8 +77,9 @@ def corpus(mix: str, decoder: tuple[int, int], documents: int, seed: int = 0) ->
 
 def measure(documents: Corpus, width: int, ranks: int, micro_batches: int, lookahead: bool) -> dict[str, float]:
     """Mean and worst wait of a step, micro batches, and seconds to plan it."""
-    from opslot.data import PackedDataset, TokenLoader
     from opslot.data.balance import balance_micro_batches
+    from opslot.data.loader import TokenLoader
+    from opslot.data.packing import PackedDataset
 
     dataset = PackedDataset(documents, MAX_TOKENS, packing=False, shuffle=lookahead)
     step_tokens = ranks * micro_batches * MAX_TOKENS
@@ -100,7 +101,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="write the result as JSON")
     args = parser.parse_args()
-    from opslot.bench import Environment, OutputFiles, Result, Run, Value
+    from opslot.bench.files import OutputFiles
+    from opslot.bench.result import Environment, Result, Run, Value
 
     files = OutputFiles(args.output)
     values = []

@@ -50,7 +50,8 @@ def slot_nanoseconds() -> dict[str, float]:
 
 
 def main() -> None:
-    from opslot.bench import Environment, OutputFiles, Result, Run, Value
+    from opslot.bench.files import OutputFiles
+    from opslot.bench.result import Environment, Result, Run, Value
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="write the result as JSON")

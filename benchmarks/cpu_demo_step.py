@@ -18,8 +18,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import opslot
-from opslot.bench import Environment, OutputFiles, Result, Run, Value
-from opslot.data import collate
+from opslot.bench.files import OutputFiles
+from opslot.bench.result import Environment, Result, Run, Value
+from opslot.data.collation import collate
 from opslot.trainer.demo import MODEL
 
 # As in configs/demo.yaml.

@@ -31,7 +31,7 @@ from opslot._base.device import best_device
 
 # opslot.bench imports Transformers, which Unsloth patches as it is imported, so functions import it.
 if TYPE_CHECKING:
-    from opslot.bench import StepRow
+    from opslot.bench.result import StepRow
 
 PACKAGES = {"opslot": "opslot", "PEFT": "peft", "PEFT + Liger-Kernel": "liger_kernel", "Unsloth": "unsloth"}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -126,7 +126,7 @@ class _Process:
         stack.callback(self._process.kill)
 
     def measure(self, timeout: int) -> StepRow:
-        from opslot.bench import StepRow
+        from opslot.bench.result import StepRow
         from opslot.bench.step import reason
 
         task = self._task

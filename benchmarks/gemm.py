@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from opslot.bench import Environment, OutputFiles, Result, Run, Value
+from opslot.bench.files import OutputFiles
+from opslot.bench.result import Environment, Result, Run, Value
 
 TOKENS, HIDDEN, INTERMEDIATE, KEY_VALUE = 16384, 4096, 12288, 1024
 # Weights [out, in] of a layer, and how many of each.

@@ -118,7 +118,7 @@ def read_files(folder: Path) -> float:
 
 def measure(folder: Path, repeats: int) -> list[Any]:
     """The best runs of each loader, cold and warm, as values."""
-    from opslot.bench import Value
+    from opslot.bench.result import Value
 
     shards = [file.stat().st_size / 1e9 for file in folder.glob("*.safetensors")]
     budget = sum(shards) + max(shards)
@@ -168,7 +168,8 @@ def main() -> int:
     if args.one:
         print(json.dumps(load_once(args.one, args.folder)))
         return 0
-    from opslot.bench import Environment, OutputFiles, Result, Run
+    from opslot.bench.files import OutputFiles
+    from opslot.bench.result import Environment, Result, Run
 
     files = OutputFiles(args.output)
     with tempfile.TemporaryDirectory() as scratch:

@@ -21,7 +21,8 @@ from pathlib import Path
 from fine_tuning_step import PACKAGES, Task, run_rows, shrunk
 
 from opslot._base.device import best_device
-from opslot.bench import Environment, OutputFiles, Result, Run, StepRow, recorded_command
+from opslot.bench.files import OutputFiles
+from opslot.bench.result import Environment, Result, Run, StepRow, recorded_command
 from opslot.bench.table import steps_table
 
 MODELS = Path(__file__).parent / "models"

@@ -103,7 +103,8 @@ def main() -> int:
     args = parser.parse_args()
     import torch
 
-    from opslot.bench import Environment, OutputFiles, Result, Run, Value
+    from opslot.bench.files import OutputFiles
+    from opslot.bench.result import Environment, Result, Run, Value
 
     torch.set_num_threads(1)
     files = OutputFiles(args.output)

@@ -19,7 +19,8 @@ from typing import Any
 from fine_tuning_step import PACKAGES, Task, run_rows, shrunk
 
 from opslot._base.device import best_device
-from opslot.bench import Environment, OutputFiles, Result, Run, recorded_command
+from opslot.bench.files import OutputFiles
+from opslot.bench.result import Environment, Result, Run, recorded_command
 from opslot.bench.table import steps_table
 
 METHODS = ("full", "lora", "qlora")

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from opslot._base.device import best_device
 from opslot._base.pairs import pairs
-from opslot.bench import Environment, OutputFiles, Result, Run, StepRow, recorded_command
+from opslot.bench.files import OutputFiles
+from opslot.bench.result import Environment, Result, Run, StepRow, recorded_command
 from opslot.bench.step import process_environment
 from opslot.bench.table import steps_table
 

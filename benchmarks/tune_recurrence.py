@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from opslot import KERNEL_REGISTRY
-from opslot.bench import time_forward_backward
+from opslot.bench.ops import time_forward_backward
 from opslot.ops.chunk_gated_delta_rule.kernels import call as delta_rule
 from opslot.ops.mamba_chunk_scan.kernels import call as scan
 from opslot.ops.mamba_chunk_scan.kernels import selective

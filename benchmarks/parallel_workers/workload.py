@@ -157,7 +157,7 @@ def measure(step: Callable[[], torch.Tensor], tokens: int, steps: int, device: t
         tokens: of one step, over all ranks.
 
     Returns:
-        Fields of `opslot.bench.StepRow`.
+        Fields of `opslot.bench.result.StepRow`.
     """
     losses = [step() for _ in range(WARM_UP)]
     seconds = _time_steps(step, steps, losses, device)

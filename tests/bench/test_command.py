@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from opslot._base.errors import KernelError
-from opslot.bench import BenchOptions, OpRow, read, recorded_command, run_bench
+from opslot.bench.options import BenchOptions
+from opslot.bench.result import OpRow, read, recorded_command
+from opslot.bench.run import run_bench
 from opslot.cli import main
 
 

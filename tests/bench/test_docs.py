@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opslot.bench import Environment, OpRow, Result, Run, StepRow
-from opslot.bench.result import read
+from opslot.bench.result import Environment, OpRow, Result, Run, StepRow, read
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())

@@ -11,13 +11,15 @@ from torch import nn
 from opslot import KERNEL_REGISTRY, KernelSpec, bind
 from opslot._base.device import CPU
 from opslot._base.errors import ConfigError, KernelError
-from opslot.bench import bench_ops, call_sites_of, measure, timings_of
 from opslot.bench.baselines import BASELINES, baseline_kernels, check_baselines, load_baselines
 from opslot.bench.checks import Check, cannot_run, combine, describe, run_checks
+from opslot.bench.ops import bench_ops, call_sites_of
 from opslot.bench.result import Distance
 from opslot.bench.step import compare_curves
 from opslot.bench.step_inputs import text_batch
 from opslot.bench.step_process import draw_weights, measure_steps
+from opslot.bench.timing import measure
+from opslot.bench.tune import timings_of
 from opslot.slots import OpSlot, read_profile, write_profile
 from opslot.verify.isolated import Lost, Processes
 from opslot.verify.parity import CheckResult, compare, expect

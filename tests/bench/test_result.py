@@ -5,10 +5,24 @@ import re
 import pytest
 
 from opslot._base.errors import ConfigError
-from opslot.bench import Environment, LossCurve, OpRow, Result, Run, StepRow, Value, merge, read, to_json
 from opslot.bench.page import page
 from opslot.bench.plots import axis_limit, draw
-from opslot.bench.result import Distance, by_comparison, from_json, origin_of
+from opslot.bench.result import (
+    Distance,
+    Environment,
+    LossCurve,
+    OpRow,
+    Result,
+    Run,
+    StepRow,
+    Value,
+    by_comparison,
+    from_json,
+    merge,
+    origin_of,
+    read,
+    to_json,
+)
 from opslot.bench.step import check_losses
 from opslot.bench.table import ops_table
 from opslot.cli import main

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opslot.bench import read
+from opslot.bench.result import read
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from opslot._base.errors import ConfigError
-from opslot.bench import BenchOptions, StepRow, run_bench, step_process
+from opslot.bench import step_process
+from opslot.bench.options import BenchOptions
+from opslot.bench.result import StepRow
+from opslot.bench.run import run_bench
 from opslot.bench.step import _exit_status, _result_of, check_losses, compare_steps, implementations, reason
 from opslot.bench.step_process import main as measure_in_process
 from tests import omni

@@ -15,7 +15,8 @@ from torch import nn
 
 import opslot
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import load_weights, read_folder, save_weights
+from opslot.checkpoint import load_weights, save_weights
+from opslot.checkpoint.folder import read_folder
 
 
 def saved(folder: Path, **tensors: torch.Tensor) -> Path:

@@ -9,7 +9,8 @@ import safetensors.torch
 import torch
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import convert_folder, load_weights, save_weights
+from opslot.checkpoint import load_weights, save_weights
+from opslot.checkpoint.convert import convert_folder
 from opslot.checkpoint.experts import LAYOUTS
 from opslot.checkpoint.folder import _in_words
 

@@ -8,8 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import CheckpointError, ConfigError
-from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, SlicingConverter
-from opslot.checkpoint.experts import LAYOUTS, expert_targets, expert_targets_of_checkpoint, split_target
+from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
+from opslot.checkpoint.experts import (
+    LAYOUTS,
+    ExpertTensorConverter,
+    expert_targets,
+    expert_targets_of_checkpoint,
+    split_target,
+)
 from opslot.checkpoint.tensor_slice import copy_overlap, full_region
 
 EXPERTS = "model.layers.0.mlp.experts"

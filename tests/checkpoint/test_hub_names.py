@@ -10,7 +10,8 @@ import transformers
 from torch import nn
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, SlicingConverter
+from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
+from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.hub_names import hub_names
 
 

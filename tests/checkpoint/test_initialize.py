@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import initialize_weights
-from opslot.checkpoint.initialize import MeshFreeDraws, initialize
+from opslot.checkpoint.initialize import MeshFreeDraws, initialize, initialize_weights
 
 
 class Experts(nn.Module):

@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import ExpertTensorConverter, load_weights, save_weights
+from opslot.checkpoint import load_weights, save_weights
+from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.safetensors_file import MappedFile
 
 INDEX = "model.safetensors.index.json"

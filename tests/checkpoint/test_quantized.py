@@ -19,7 +19,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import opslot
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import convert_folder, load_weights, save_weights, tensor_slice
+from opslot.checkpoint import load_weights, save_weights, tensor_slice
+from opslot.checkpoint.convert import convert_folder
 from opslot.checkpoint.folder import read_folder
 from opslot.checkpoint.quantized import QuantizedTensor, dequantized_entries, open_tensor, whole_tensor
 from opslot.checkpoint.safetensors_file import MappedFile

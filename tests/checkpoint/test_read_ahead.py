@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from opslot.checkpoint import TensorSlice, load_weights
+from opslot.checkpoint import load_weights
 from opslot.checkpoint.load import _byte_range
 from opslot.checkpoint.mapping import MappedSlice
 from opslot.checkpoint.safetensors_file import TensorEntry
+from opslot.checkpoint.tensor_slice import TensorSlice
 
 
 @pytest.mark.parametrize(

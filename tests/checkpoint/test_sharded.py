@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import load_weights, local_ranges, save_weights
+from opslot.checkpoint import load_weights, save_weights
+from opslot.checkpoint.tensor_slice import local_ranges
 
 HIDDEN, INNER, EXPERTS = 6, 5, 5
 

@@ -85,7 +85,7 @@ def test_preview_reports_what_train_reports(arguments, tmp_path, capsys):
 
 def test_generate_applies_the_chat_template(model, tmp_path, capsys):
     from opslot.checkpoint import export_hf
-    from opslot.data import load_tokenizer
+    from opslot.data.tokenizer import load_tokenizer
     from opslot.models import build_foundation_model
 
     export_hf(build_foundation_model(model), tmp_path / "export", processors=[load_tokenizer(model)])

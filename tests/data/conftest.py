@@ -1,7 +1,7 @@
 import pytest
 
 from opslot._base.errors import DataError, list_problems
-from opslot.data import open_corpus
+from opslot.data.corpus import open_corpus
 from opslot.data.encoder import TextEncoder
 from opslot.data.records import read_ranges, split_into_shards
 from opslot.data.sources import no_text

@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from opslot._base.errors import DataError
-from opslot.data import IGNORE_INDEX, PackedDataset, collate, evaluation_batches, open_corpus
 from opslot.data.chat import ChatEncoder, load_chat_template
-from opslot.data.collation import make_sample
+from opslot.data.collation import IGNORE_INDEX, collate, make_sample
+from opslot.data.corpus import open_corpus
+from opslot.data.loader import evaluation_batches
+from opslot.data.packing import PackedDataset
 
 CHATML = (
     "{% if tools %}<|im_start|>tools {{ tools | map(attribute='name') | join(',') }}<|im_end|>\n{% endif %}"

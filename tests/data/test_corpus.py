@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from opslot._base.errors import DataError
-from opslot.data import load_tokenizer, open_corpus
+from opslot.data.corpus import open_corpus
 from opslot.data.encoder import TextEncoder
+from opslot.data.tokenizer import load_tokenizer
 
 
 def test_tokens_and_end_of_sequence(tmp_path, tokenizer):

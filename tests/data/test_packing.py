@@ -7,15 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
-from opslot.data import (
-    PackedDataset,
-    SampleLoader,
-    collate,
-    collate_padded,
-    count_targets,
-    evaluation_batches,
-    split_documents,
-)
+from opslot.data.collation import collate, collate_padded, count_targets
+from opslot.data.loader import SampleLoader, evaluation_batches
+from opslot.data.packing import PackedDataset
+from opslot.data.split import split_documents
 from tests.data.in_memory import Corpus
 
 

@@ -8,8 +8,11 @@ import pyarrow as pa
 import pytest
 
 from opslot._base.errors import DataError
-from opslot.data import MixedDataset, PackedDataset, find_files, open_corpus
+from opslot.data.corpus import open_corpus
 from opslot.data.encoder import TextEncoder
+from opslot.data.mixture import MixedDataset
+from opslot.data.packing import PackedDataset
+from opslot.data.sources import find_files
 
 TEXTS = [f"text {number} ü" for number in range(40)]
 RECORDS = [{"text": text, "n": {"deep": [1, "]"]}} for text in TEXTS]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
-from opslot.data import TokenShard, open_corpus
+from opslot.data.corpus import TokenShard, open_corpus
 from opslot.data.encoder import TextEncoder
 from opslot.data.records import read_ranges, split_into_shards
 

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
-from opslot.data import PackedDataset, SampleLoader, TokenLoader, split_documents
+from opslot.data.loader import SampleLoader, TokenLoader
+from opslot.data.packing import PackedDataset
+from opslot.data.split import split_documents
 
 
 class Shard:

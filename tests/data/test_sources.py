@@ -5,8 +5,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from opslot._base.errors import DataError
-from opslot.data import find_files, open_corpus
+from opslot.data.corpus import open_corpus
 from opslot.data.encoder import TextEncoder
+from opslot.data.sources import find_files
 
 
 def write(path, text):

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from opslot._base.errors import DataError
-from opslot.data import PackedDataset, SampleLoader, TokenLoader, balance_micro_batches, count_targets
+from opslot.data.balance import balance_micro_batches
+from opslot.data.collation import count_targets
+from opslot.data.loader import SampleLoader, TokenLoader
+from opslot.data.packing import PackedDataset
 from tests.data.in_memory import Corpus
 
 LENGTHS = [3, 30, 1, 7, 12, 5, 64, 2, 9, 9, 17, 4, 33, 6, 1, 8, 21, 3, 10, 40]

@@ -7,42 +7,12 @@ import pickle
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig
 
 import opslot
 from opslot._base.errors import ConfigError
+from tests.models.plain import PREFIX, config_of, original
 
 ARCHES = ("llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe")
-PREFIX = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "seed_oss": "SeedOss", "qwen3_moe": "Qwen3Moe"}
-MOE = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 3, "output_router_logits": True}
-
-
-def config_of(arch, **more):
-    return AutoConfig.for_model(
-        arch,
-        **{
-            "vocab_size": 97,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 64,
-            "pad_token_id": 0,
-            "residual_dropout": 0.0,
-            "attention_dropout": 0.0,
-            **(MOE if arch == "qwen3_moe" else {}),
-            **more,
-        },
-    )
-
-
-def original(arch, config=None, head="ForCausalLM"):
-    torch.manual_seed(0)
-    cls = getattr(transformers, PREFIX[arch] + head)
-    model = cls._from_config(config or config_of(arch), attn_implementation="eager", experts_implementation="eager")
-    return model.train()
 
 
 def ours(arch, reference, ops, head="ForCausalLM"):
@@ -309,65 +279,6 @@ def test_bound_models_can_be_copied_pickled_saved_and_compiled(arch, tmp_path):
     torch.testing.assert_close(run(compiled)[0].loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
-def test_lora_matches_plain_peft():
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False)
-
-    def wrapped(bind_first):
-        model = original("qwen3")
-        if bind_first is True:
-            opslot.apply(model)
-        torch.manual_seed(5)
-        peft = get_peft_model(model, lora)
-        if bind_first is False:
-            opslot.apply(peft)
-        return peft
-
-    plain, before, after = wrapped(None), wrapped(True), wrapped(False)
-    assert opslot.explain(after).chosen("attention") == opslot.explain(before).chosen("attention") == ("sdpa",)
-    assert after.base_model.model.config._attn_implementation == "opslot_sdpa"
-
-    def step(model):
-        ids = torch.randint(1, 97, (2, 11), generator=torch.Generator().manual_seed(2))
-        out = model(input_ids=ids, labels=ids)
-        out.loss.backward()
-        return out.loss, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-
-    (a, ga), (b, gb), (c, gc) = step(plain), step(before), step(after)
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
-    for name in ga:
-        torch.testing.assert_close(ga[name], gb[name], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ga[name], gc[name], rtol=1e-4, atol=1e-5)
-
-
-def test_lora_on_the_head_is_applied():
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
-    ids = torch.randint(1, 97, (1, 7))
-    torch.manual_seed(5)
-    plain = get_peft_model(original("qwen3"), lora)
-    expected = plain(input_ids=ids, labels=ids).loss
-    for ops in ("auto", {"cross_entropy_loss_implementation": "chunk_loss"}):
-        opslot.apply(plain, ops)
-        torch.testing.assert_close(plain(input_ids=ids, labels=ids).loss, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("ops", ["auto", {"cross_entropy_loss_implementation": "chunk_loss"}], ids=str)
-def test_head_wrapped_after_binding(ops):
-    from peft import LoraConfig, get_peft_model
-
-    ids = torch.randint(1, 97, (1, 7))
-    model = original("qwen3")
-    opslot.apply(model, ops)
-    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
-    found = peft(input_ids=ids, labels=ids).loss
-    opslot.restore(peft)
-    torch.testing.assert_close(peft(input_ids=ids, labels=ids).loss, found, rtol=1e-5, atol=1e-6)
-
-
 def test_router_logits_are_captured_after_apply():
     model = original("qwen3_moe")
     opslot.apply(model)
@@ -473,22 +384,6 @@ def test_each_model_in_a_module_gets_its_attention():
     }
     opslot.restore(pair)
     assert [m.config._attn_implementation for m in pair.values()] == before
-
-
-def test_attention_of_a_model_inside_lora_is_bound_and_restored():
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
-    wrapped = peft.get_peft_model(original("qwen3_moe"), lora)
-    inner = wrapped.base_model.model
-    inner.config._experts_implementation = "grouped_mm"
-    before = (inner.config._attn_implementation, "grouped_mm")
-    opslot.apply(wrapped, {"attn_implementation": "sdpa", "moe_implementation": "eager"})
-    assert (inner.config._attn_implementation, inner.config._experts_implementation) == ("opslot_sdpa", "eager")
-    assert wrapped.config is inner.config
-    assert inner.model.layers[0].self_attn.config is inner.config
-    opslot.restore(wrapped)
-    assert (inner.config._attn_implementation, inner.config._experts_implementation) == before
-    assert inner.model.layers[0].mlp.experts.config._experts_implementation == before[1]
 
 
 def test_evaluation_returns_logits():

@@ -176,9 +176,9 @@ def test_modules_compile_without_documents_as_one_graph():
 
 
 def test_call_of_a_module_that_takes_no_boundaries_is_unchanged():
-    text = generate(discover("sapiens2").patch, installed_release()).text
+    text = generate(discover("sapiens2").patch, installed_release())
     assert "self.drop_path(hidden_states)" in text
-    assert "_opslot_passed_to(self.drop_path" not in text
+    assert "documents_for(self.drop_path" not in text
 
 
 def test_module_whose_forward_takes_no_keywords_gets_the_boundaries():
@@ -206,4 +206,4 @@ class ToyDecoderLayer(nn.Module):
     assert patch.edits == []
     patch.set_attribute("ToyConv", BY_DOCUMENT, True)
     pass_documents_to(module, patch, "ToyConv")
-    assert "_opslot_passed_to(self.conv, (), kwargs)" in str(patch.edits[-1])
+    assert "documents_for(self.conv, (), kwargs)" in str(patch.edits[-1])

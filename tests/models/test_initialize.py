@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import opslot
-from opslot.checkpoint import initialize_weights
+from opslot.checkpoint.initialize import initialize_weights
 
 SIZES = {
     "vocab_size": 300,

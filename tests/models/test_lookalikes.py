@@ -14,7 +14,7 @@ ROTARY_FULL, ROTATE_HALF = "be80094eafa5", "3d488c0cec66"
 
 @pytest.mark.parametrize("arch", ["mistral", "smollm3", "ministral"])
 def test_decoders_built_like_llama(arch):
-    text = generate(discover(arch).patch, installed_release()).text
+    text = generate(discover(arch).patch, installed_release())
     compile(text, arch, "exec")
     assert text.count("_opslot_slots = {") == 7
 

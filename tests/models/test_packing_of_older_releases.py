@@ -120,7 +120,7 @@ def test_packed_documents_equal_the_documents_alone(tmp_path, monkeypatch, mixer
     assert [match.symbol for match in found.matches] == slots
     module = types.ModuleType("toy")
     torch.manual_seed(0)
-    exec(generate(found.patch, release).text, vars(module))
+    exec(generate(found.patch, release), vars(module))
     model = module.ToyModel(8)
     bounds = [0, 5, 6, 12]
     x = torch.randn(1, bounds[-1], 8)

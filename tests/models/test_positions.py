@@ -64,13 +64,13 @@ def test_llama4_counts_padding_on_the_left_as_transformers_does():
     ],
 )
 def test_models_whose_documents_would_mix_state_the_reason(arch, attribute, reason):
-    text = generate(discover(arch).patch, installed_release()).text
+    text = generate(discover(arch).patch, installed_release())
     assert f"_opslot_{attribute} = '{reason}'" in text
 
 
 def test_default_positions_do_not_prevent_packing():
     """MiniMax-M3's attention calls arange only where it gets no position_ids."""
-    text = generate(discover("minimax_m3_vl").patch, installed_release()).text
+    text = generate(discover("minimax_m3_vl").patch, installed_release())
     assert "counts the positions" not in text
 
 

@@ -78,7 +78,7 @@ def quick_or_slow():
 @pytest.mark.parametrize("arch", quick_or_slow())
 def test_generated_text_compiles(arch):
     release = installed_release()
-    text = generate(require_patch(arch, release), release).text
+    text = generate(require_patch(arch, release), release)
     compile(text, arch, "exec")
     assert "_opslot_slots = {" in text
     assert "_opslot_lost_slots" not in text
@@ -90,7 +90,7 @@ def test_generated_text_of_every_architecture_compiles():
     found = 0
     for folder in sorted((release.root / "models").iterdir()):
         if (folder / f"modeling_{folder.name}.py").is_file() and discover(folder.name).matches:
-            compile(generate(discover(folder.name).patch, release).text, folder.name, "exec")
+            compile(generate(discover(folder.name).patch, release), folder.name, "exec")
             found += 1
     assert found >= 240
 
@@ -147,7 +147,7 @@ def test_lost_slot_is_one_warning(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(finder, "lock_digest", lambda: "other")
     patch = finder.find_patch("llama", release)
     assert "LlamaMLP.forward swiglu_mlp/standard" in patch.slots
-    assert "_opslot_lost_slots = " in generate(patch, release).text
+    assert "_opslot_lost_slots = " in generate(patch, release)
     text = lost_slots("llama", patch, release)
     assert text.startswith(
         f"llama has fewer slots in transformers {release.version} than in {release.version}: no LlamaGone"

@@ -45,7 +45,7 @@ def rewrite(make_release: MakeRelease) -> Rewrite:
     """The generated text without its header and docstring."""
 
     def run(source: str, patch: PatchConfig, **modules: str) -> str:
-        text = generate(patch, make_release(source, **modules)).text
+        text = generate(patch, make_release(source, **modules))
         compile(text, "generated", "exec")
         return text.split('do not edit."""\n', 1)[1].strip("\n") + "\n"
 

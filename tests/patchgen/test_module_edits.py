@@ -8,11 +8,7 @@ import pytest
 
 from opslot.patchgen import PatchConfig, PatchError, Slot, create_patch_from_external
 from opslot.patchgen.engine import generate
-
-
-def lines(text: str) -> str:
-    return textwrap.dedent(text).strip("\n") + "\n"
-
+from tests.patchgen.text import USES_ACT, lines
 
 BEFORE = """
     # Licence of upstream.
@@ -256,106 +252,11 @@ def test_nested_relative_imports_become_absolute(rewrite, patch):
     assert "from transformers.models.toy import x\n" in text
 
 
-USES_ACT = """
-    from ...activations import ACT
-
-    class ToyNorm:
-        def forward(self, x):
-            return [ACT(y) for y in x]
-"""
-
-
-EXCLUDE = """
-    __all__ = ["Talker", "Thinker"]
-
-
-    def snake(x):
-        return x
-
-
-    def shared(x):
-        return x
-
-
-    class Talker(Module):
-        def forward(self, x):
-            return snake(shared(x))
-
-
-    class Thinker(Module):
-        def forward(self, x):
-            return shared(x)
-
-        def init(self, module):
-            if isinstance(module, Talker):
-                a(module)
-            elif isinstance(module, (Thinker, Talker)):
-                b(module)
-            else:
-                c(module)
-"""
-
-
-def test_exclude_removes_all_entries_branches_and_dead_helpers(rewrite, patch):
-    patch.exclude_from_output("Talker")
-    assert rewrite(EXCLUDE, patch) == lines(
-        """
-        __all__ = ["Thinker"]
-
-
-        def shared(x):
-            return x
-
-
-        class Thinker(Module):
-            def forward(self, x):
-                return shared(x)
-
-            def init(self, module):
-                if isinstance(module, Thinker):
-                    b(module)
-                else:
-                    c(module)
-        """
-    )
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("if isinstance(m, Talker):\n    a()\n", "pass\n"),
-        ("if isinstance(m, Talker):\n    a()\nelse:\n    b()\n    c()\n", "b()\nc()\n"),
-        ("if isinstance(m, X):\n    x()\nelif isinstance(m, Talker):\n    a()\n", "if isinstance(m, X):\n    x()\n"),
-        (
-            "if isinstance(m, X):\n    x()\nelif isinstance(m, Talker):\n    a()\nelse:\n    b()\n",
-            "if isinstance(m, X):\n    x()\nelse:\n    b()\n",
-        ),
-    ],
-)
-def test_excluded_isinstance_branches(rewrite, patch, before, after):
-    patch.exclude_from_output("Talker")
-    source = "class Talker: ...\n\n\ndef init(m):\n" + textwrap.indent(before, "    ")
-    assert rewrite(source, patch) == "def init(m):\n" + textwrap.indent(after, "    ")
-
-
-def test_exported_helpers_are_kept(rewrite, patch):
-    patch.exclude_from_output("Talker")
-    text = rewrite(EXCLUDE.replace('["Talker", "Thinker"]', '["Talker", "Thinker", "snake"]'), patch)
-    assert '__all__ = ["Thinker", "snake"]' in text
-    assert "def snake(x):" in text
-
-
-def test_excluding_a_used_symbol_raises(rewrite, patch):
-    patch.exclude_from_output("shared")
-    with pytest.raises(PatchError, match="shared is still used by Talker, Thinker"):
-        rewrite(EXCLUDE, patch)
-
-
 def test_header_lists_every_patch_under_the_licence(make_release, patch):
     patch.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x")
     patch.add_import("numpy", alias="np")
     patch.drop_import_names("os")
-    text = generate(patch, make_release(BEFORE)).text
+    text = generate(patch, make_release(BEFORE))
     assert text.startswith(
         lines(
             '''
@@ -378,7 +279,7 @@ def test_output_is_deterministic(make_release):
         config.override_method("ToyModel.forward", "def f(self, x):\n    return x\n")
         return config
 
-    first, second = (generate(patch(), make_release(BEFORE)).text for _ in range(2))
+    first, second = (generate(patch(), make_release(BEFORE)) for _ in range(2))
     assert first == second
     assert patch().digest == patch().digest
 
@@ -404,38 +305,6 @@ def test_conflicts_name_both(rewrite, patch, first, second):
         getattr(patch, kind)(target, text, description=note)
     with pytest.raises(PatchError, match=r"`one` \(.*\) and `two` \(.*\)"):
         rewrite(BEFORE, patch)
-
-
-def test_excluding_a_set_that_uses_each_other(rewrite, patch):
-    """Excluded separately, each would still be used by the other."""
-    source = """
-        class Talker:
-            def make(self):
-                return Vocoder()
-
-        class Vocoder:
-            def owner(self):
-                return Talker
-
-        class Thinker:
-            pass
-        """
-    patch.exclude_from_output("Talker", "Vocoder")
-    assert rewrite(source, patch) == "class Thinker:\n            pass\n".replace("            ", "    ")
-
-
-def test_excluding_a_set_names_the_remaining_user(make_release, patch):
-    source = """
-        class Talker: ...
-
-        class Vocoder: ...
-
-        class Omni:
-            part = Vocoder
-        """
-    patch.exclude_from_output("Talker", "Vocoder")
-    with pytest.raises(PatchError, match="Vocoder is still used by Omni"):
-        generate(patch, make_release(source))
 
 
 def test_extending_a_sibling_with_other_names(rewrite, patch):

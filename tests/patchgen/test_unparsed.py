@@ -73,5 +73,5 @@ def test_only_edited_definitions_are_parsed(make_release, patch: PatchConfig):
 
 
 def test_import_inside_a_definition_becomes_absolute(make_release, patch: PatchConfig):
-    text = generate(patch, make_release(source())).text
+    text = generate(patch, make_release(source()))
     assert "from transformers.models.toy.other import late" in text

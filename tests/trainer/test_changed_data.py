@@ -6,10 +6,11 @@ import shutil
 import pytest
 import yaml
 
-from opslot.data import load_tokenizer, open_corpus
+from opslot.data.corpus import open_corpus
 from opslot.data.encoder import TextEncoder
+from opslot.data.tokenizer import load_tokenizer
 from opslot.trainer import TextTrainer, load_config
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from opslot.data.rope_positions import RopePositions
 from opslot.models import build_foundation_model, trained_config
 from opslot.models._parts import parts_of
 from opslot.trainer import load_config
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.processors import load_processor, multimodal_class
 from opslot.trainer.validate import validate
 from opslot.trainer.vlm import VLMTrainer

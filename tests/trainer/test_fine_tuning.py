@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from opslot._base.device import DeviceFacts
 from opslot.cli import main
 from opslot.trainer import load_config
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 
 SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import opslot
-from opslot.data import collate
+from opslot.data.collation import collate
 
 DOCUMENTS = [[5, 9, 12, 7, 200, 31, 8], [44, 3, 9], [17], [5, 9, 12, 99, 100, 101, 102, 103, 104]]
 SIZE = 10

@@ -10,7 +10,7 @@ import yaml
 
 from opslot.checkpoint import training_state
 from opslot.trainer import checkpointing, cli_train
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 
 SCRIPT = """
 import os, resource, signal, sys, threading

@@ -14,7 +14,7 @@ import yaml
 from opslot.checkpoint.folder import read_folder
 from opslot.models._parts import parts_of
 from opslot.trainer import demo_omni, load_config
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.processors import load_processor
 from opslot.trainer.vlm import VLMTrainer
 

@@ -11,7 +11,8 @@ import yaml
 
 from opslot._base.errors import ConfigError
 from opslot.trainer import TextTrainer, load_config
-from opslot.trainer.callbacks import Callback, read_metrics
+from opslot.trainer.callbacks.base import Callback
+from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.output_lock import LOCK_FILE, OutputLock
 
 

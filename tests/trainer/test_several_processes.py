@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 
 SIZES = {
     "fsdp": {},

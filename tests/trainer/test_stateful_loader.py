@@ -6,9 +6,9 @@ import yaml
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from opslot.data import collate
+from opslot.data.collation import collate
 from opslot.trainer import TextTrainer, load_config
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 
 
 class Counting(IterableDataset):

@@ -9,9 +9,10 @@ import shutil
 import pytest
 import yaml
 
-from opslot.data import open_corpus
+from opslot.data.corpus import open_corpus
 from opslot.trainer import TextTrainer, cli_train, load_config
-from opslot.trainer.callbacks import Callback, read_metrics
+from opslot.trainer.callbacks.base import Callback
+from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.optimizer import learning_rate
 
 NAMES = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")

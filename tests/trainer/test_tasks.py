@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from opslot.data.config import DataConfig
 from opslot.trainer import load_config
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.main import _trainer_class
 from opslot.trainer.parse import to_yaml
 from opslot.trainer.run_data import set_sample_length

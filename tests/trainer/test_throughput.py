@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from opslot._base.device import peak_bf16_tflops
-from opslot.trainer.callbacks import PROFILE_FOLDER, StepRecord, read_metrics
+from opslot.trainer.callbacks.base import StepRecord
+from opslot.trainer.callbacks.profile import PROFILE_FOLDER
 from opslot.trainer.callbacks.progress import _speed, _waiting
+from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.config import LoggingConfig, TrainConfig
 from opslot.trainer.throughput import StepMeter
 

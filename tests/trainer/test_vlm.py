@@ -12,7 +12,7 @@ import yaml
 from opslot._base.errors import ConfigError, DataError
 from opslot.distributed import destroy_parallel_state
 from opslot.trainer import load_config
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.vlm import VLMTrainer
 from tests.multimodal import draw, write_model, write_samples
 

@@ -6,7 +6,7 @@ import io
 import pytest
 import yaml
 
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 
 
 def run_config(file):

@@ -2,7 +2,7 @@ import importlib.machinery
 import sys
 import types
 
-from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.callbacks.writers import read_metrics
 
 
 def test_wandb_logs_every_step_and_finishes(train, settings, tmp_path, monkeypatch):

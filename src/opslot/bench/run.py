@@ -113,7 +113,9 @@ class _Setting:
         for name, minimum in _MINIMUM.items():
             value = getattr(options, name)
             if value is not None and value < minimum:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {minimum}", found=str(value))
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be at least {minimum}", found=str(value), hint="raise it"
+                )
         self.device = usable_device(options.device or best_device().torch_type)
         dtype = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
         self.dtype = floating_dtype(dtype, f"--dtype {dtype!r}")

@@ -128,7 +128,11 @@ def loss_curve(
             runs = _run(models, implementation, options, Path(folder), lr=_CURVE_LR, report=report, text=str(text))
             found = next(found for _, found in runs)
             if "error" in found:
-                raise ConfigError(f"the loss curve of {label} failed", found=found["error"])
+                raise ConfigError(
+                    f"the loss curve of {label} failed",
+                    found=found["error"],
+                    hint="leave out --curve, or if memory ran out, lower --batch, --length or --layers",
+                )
             losses[label] = found["losses"]
     steps, batch, length = tokens.shape
     return LossCurve(

@@ -17,8 +17,8 @@ def text_batches(steps: int, batch: int, length: int, vocab_size: int) -> Any:
     """
     import numpy
 
-    from opslot.data import load_tokenizer
     from opslot.data.python_sources import VOCABULARY, train_tokenizer, write_sources
+    from opslot.data.tokenizer import load_tokenizer
 
     if vocab_size < VOCABULARY:
         raise ConfigError(

@@ -11,44 +11,12 @@ from opslot._base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from opslot.checkpoint.adapters import save_adapter
-    from opslot.checkpoint.convert import convert_folder
-    from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
-    from opslot.checkpoint.experts import LAYOUTS, ExpertTensorConverter
-    from opslot.checkpoint.folder import read_folder
-    from opslot.checkpoint.initialize import initialize_weights
-    from opslot.checkpoint.load import LoadReport, load_weights
+    from opslot.checkpoint.load import load_weights
     from opslot.checkpoint.save import export_hf, named_weights, save_weights
-    from opslot.checkpoint.tensor_slice import TensorSlice, local_ranges
 
-__all__ = [
-    "LAYOUTS",
-    "CheckpointTensorConverter",
-    "ExpertTensorConverter",
-    "LoadReport",
-    "SlicingConverter",
-    "TensorSlice",
-    "convert_folder",
-    "export_hf",
-    "initialize_weights",
-    "load_weights",
-    "local_ranges",
-    "named_weights",
-    "read_folder",
-    "save_adapter",
-    "save_weights",
-]
+__all__ = ["export_hf", "load_weights", "named_weights", "save_adapter", "save_weights"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    {
-        ".adapters": "save_adapter",
-        ".convert": "convert_folder",
-        ".converter": "CheckpointTensorConverter SlicingConverter",
-        ".experts": "LAYOUTS ExpertTensorConverter",
-        ".folder": "read_folder",
-        ".initialize": "initialize_weights",
-        ".load": "LoadReport load_weights",
-        ".save": "export_hf named_weights save_weights",
-        ".tensor_slice": "TensorSlice local_ranges",
-    },
+    {".adapters": "save_adapter", ".load": "load_weights", ".save": "export_hf named_weights save_weights"},
 )

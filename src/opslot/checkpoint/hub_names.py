@@ -378,7 +378,10 @@ class ConvertedTensors:
         found = ", ".join(f"{name} {list(inputs[name].shape)}" for name in self.sources)
         lacking = ", ".join(self._lacking())
         message = f"the checkpoint lacks {lacking}" if lacking else reason
-        return CheckpointError(f"{', '.join(self.targets)} from {found}: {message}")
+        return CheckpointError(
+            f"{', '.join(self.targets)} from {found}: {message}",
+            hint="add the missing shards" if lacking else "give the checkpoint of this model's config",
+        )
 
     def _lacking(self) -> Iterator[str]:
         """Names of inputs of the conversion that are not in the checkpoint."""

@@ -132,7 +132,8 @@ class MeshFreeDraws(TorchDispatchMode):
                 self._run(path, module, init)
             except _NeedsWhole as error:
                 raise CheckpointError(
-                    f"{path or type(module).__name__} cannot be initialized sharded: {error}"
+                    f"{path or type(module).__name__} cannot be initialized sharded: {error}",
+                    hint="initialize the model on one process, save its weights, and load them",
                 ) from None
             finally:
                 module._parameters.update(own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from opslot.checkpoint import convert_folder
+from opslot.checkpoint.convert import convert_folder
 
 
 def run(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from opslot._base.device import best_device, usable_device
-    from opslot.data import load_tokenizer
+    from opslot.data.tokenizer import load_tokenizer
     from opslot.trainer.generating import generate_answers
 
     model, prompts, system, raw = options.model, options.prompt, options.system, options.raw

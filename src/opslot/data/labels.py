@@ -72,7 +72,8 @@ class LabelEncoder(SampleEncoder):
         if text is None:
             problems.append(f"{file}: no column {' or '.join(texts)} beside {label}; it has {has}; set data.text_field")
         elif self.per_token not in (None, per_token):
-            problems.append(f"{file}: {label} holds {'lists' if per_token else 'single labels'}, unlike other files")
+            kind = "lists" if per_token else "single labels"
+            problems.append(f"{file}: {label} holds {kind}, unlike other files; train on files of one kind")
         else:
             self.per_token = per_token
             self.class_names = self.class_names or _class_names(found.schema, label)

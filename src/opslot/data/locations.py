@@ -9,6 +9,10 @@ from pathlib import Path
 _SEARCHED_BYTES = 1 << 20
 
 
+# The hint for a file that cannot be read.
+AGAIN = "write or download it again"
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRange:
     """A part of a file that can be read on its own.

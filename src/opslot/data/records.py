@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from opslot._base.errors import json_type
-from opslot.data.locations import ByteRange, Location
+from opslot.data.locations import AGAIN, ByteRange, Location
 from opslot.data.sources import COMPRESSIONS, format_of
 from opslot.data.tar_files import read_tar
 
@@ -172,7 +172,7 @@ def _byte_ranges(
     try:
         kind = _kind(file, format)
     except _DAMAGED as error:
-        problems.append(f"{file}: cannot be decompressed ({error})")
+        problems.append(f"{file}: cannot be decompressed ({error}); {AGAIN}")
         return
     if kind in _TABLES:
         ranges = _row_ranges if kind == "parquet" else _batch_ranges
@@ -256,7 +256,7 @@ def _read_json_lines(
     except _DAMAGED as error:
         if not whole:
             raise
-        problems.append(f"{part.file}: cannot be decompressed ({error})")
+        problems.append(f"{part.file}: cannot be decompressed ({error}); {AGAIN}")
 
 
 def _read_json_array(
@@ -279,9 +279,9 @@ def _read_json_array(
                 else:
                     malformed.append(f"{where}: holds {json_type(item)}; the array must hold objects")
     except (ValueError, RecursionError) as error:
-        problems.append(f"{part.file}: not a JSON array ({error})")
+        problems.append(f"{part.file}: not a JSON array ({error}); {AGAIN}")
     except _DAMAGED as error:
-        problems.append(f"{part.file}: cannot be decompressed ({error})")
+        problems.append(f"{part.file}: cannot be decompressed ({error}); {AGAIN}")
 
 
 def _first_item(text: str, stream: TextIO) -> tuple[Any, str]:
@@ -319,7 +319,7 @@ def _reading_table(file: Path, kind: str, problems: list[str], read: Callable[[]
     try:
         return read()
     except (pa.ArrowInvalid, OSError) as error:
-        problems.append(f"{file}: not a readable {kind} file: {error}")
+        problems.append(f"{file}: not a readable {kind} file: {error}; {AGAIN}")
         return None
 
 
@@ -417,7 +417,7 @@ def _read_table(
                 if record:
                     yield Location(part.file, "row", number), record
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        problems.append(f"{part.file}: not a readable {part.format} file: {error}")
+        problems.append(f"{part.file}: not a readable {part.format} file: {error}; {AGAIN}")
 
 
 _TABLES = ("parquet", "arrow")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from opslot._base.source import forward_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,7 +56,7 @@ class RopePositions:
     def takes_text_axis(self) -> bool:
         """Whether the model takes the positions of packed documents as an axis before the others."""
         classes = {type(module) for module in self.model.modules()}
-        return any("shape[0] == 4" in _source(cls) for cls in classes)
+        return any("shape[0] == 4" in forward_source(cls) for cls in classes)
 
     def __call__(self, input_ids: torch.Tensor, features: Mapping[str, Any]) -> torch.Tensor:
         """int64 [axes, S] for the tokens [S] of one sample.
@@ -79,10 +80,3 @@ class RopePositions:
                 arguments[name] = value.sum(-1) if name == "audio_seqlens" else value
         positions, _ = self._module.get_rope_index(**arguments)
         return positions[:, 0].long()
-
-
-def _source(cls: type) -> str:
-    """The source of a class's forward; empty for torch's own modules."""
-    if not cls.__module__.startswith("transformers") or not os.path.isfile(inspect.getfile(cls)):
-        return ""
-    return inspect.getsource(cls.forward)  # type: ignore[attr-defined]

@@ -125,10 +125,13 @@ def _saved_dataset(folder: Path, field: str, problems: list[str]) -> list[Path]:
             files = [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
             missing = [file.name for file in files if not file.is_file()]
             if missing:
-                problems.append(f"{field}: {folder} lacks {', '.join(missing)}, which its state.json lists")
+                lacking = ", ".join(missing)
+                problems.append(f"{field}: {folder} lacks {lacking}, which its state.json lists; save or copy it again")
             return [file for file in files if file.is_file()]
     except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-        problems.append(f"{field}: {folder} is not a readable saved data set: {type(error).__name__}: {error}")
+        problems.append(
+            f"{field}: {folder} is not a readable saved data set ({type(error).__name__}: {error}); save it again"
+        )
         return []
     problems.append(f"{field}: {folder} is a folder; select its files with a glob such as {folder}/**/*.txt")
     return []

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from opslot._base.errors import json_type
-from opslot.data.locations import ByteRange, Location
+from opslot.data.locations import AGAIN, ByteRange, Location
 
 _COLUMNS = {
     "images": ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff", "avif"),
@@ -44,7 +44,7 @@ def read_tar(
             if members:
                 yield from _record(Location(part.file, "sample", number + 1), members, malformed)
     except (tarfile.TarError, EOFError) as error:
-        problems.append(f"{part.file}: not a readable tar file ({error})")
+        problems.append(f"{part.file}: not a readable tar file ({error}); {AGAIN}")
 
 
 def _key(name: str) -> str:

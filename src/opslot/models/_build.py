@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from opslot.checkpoint import LoadReport
+    from opslot.checkpoint.load import LoadReport
 
 logger = get_logger(__name__)
 

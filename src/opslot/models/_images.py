@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opslot._base.source import forward_source
 from opslot.models._probe import Inputs, Probe, find_once
 
 Size = tuple[int, int, int]
@@ -293,8 +294,7 @@ class _Reader:
 
 def _splits_channels(owner: nn.Module) -> bool:
     """Whether the forward of a patch embedding gives flat patches their channels, height and width."""
-    source = inspect.getsource(type(owner).forward)
-    return re.search(r"\.(view|reshape)\([^)]*(in|num)_channels", source) is not None
+    return re.search(r"\.(view|reshape)\([^)]*(in|num)_channels", forward_source(type(owner))) is not None
 
 
 def _pair(size: Any) -> tuple[int, int]:

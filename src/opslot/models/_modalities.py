@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from opslot._base.errors import ConfigError
+from opslot._base.source import forward_source
 from opslot.distributed.dummy import dummy_forward
 from opslot.models._audio import AudioInputs
 from opslot.models._by_document import remove_forward_pre_hooks
@@ -92,7 +93,7 @@ def find_towers(model: nn.Module) -> Towers:
     if holder.get_decoder() is holder:
         # No module between its layers and the features, before which the others could run (Chameleon).
         return Towers({}, False, encoders_of(model))
-    source = inspect.getsource(type(holder).forward)
+    source = forward_source(type(holder))
     if "deepstack_features" in source and "pooler_output" not in source:
         raise ConfigError(
             f"{type(holder).__name__} cannot train on several ranks: it reads features of images in its layers alone, "
@@ -144,7 +145,7 @@ def feature_module(model: nn.Module) -> Any:
     """The innermost module whose forward computes features of images, videos or audio, or None."""
     found = None
     for module in model.modules():
-        if any(f"self.{name}(" in _source(type(module)) for name in _METHODS if hasattr(type(module), name)):
+        if any(f"self.{name}(" in forward_source(type(module)) for name in _METHODS if hasattr(type(module), name)):
             found = module
     return found
 
@@ -191,10 +192,6 @@ def stop_keeping_documents_from_towers(model: nn.Module) -> None:
 
 def _without_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {name: value for name, value in kwargs.items() if name not in _DOCUMENTS}
-
-
-def _source(cls: type) -> str:
-    return inspect.getsource(cls.forward)  # type: ignore[attr-defined]
 
 
 class _Run:
@@ -259,7 +256,7 @@ def _zero_of_projections(holder: Any) -> Tensor:
     They are in the FSDP group of the root, so that their parameters are whole here. An output head has its own.
     """
     decoder = holder.get_decoder()
-    source = _source(type(holder))
+    source = forward_source(type(holder))
     applied = [child for name, child in holder.named_children() if f"self.{name}(" in source]
     applied = [child for child in applied if not isinstance(child, FSDPModule)]
     found = [p for child in applied if decoder not in child.modules() for p in child.parameters() if p.requires_grad]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from opslot._base.source import forward_source
 from opslot.models._conditional import transformers_model
 
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText", "LMHeadModel", "MTModel")
@@ -65,7 +65,7 @@ def keeps_labels_in_place(model: Any) -> bool:
 def compares_labels_in_place(model: Any) -> bool:
     """Whether a model that `averages_its_own_labels` predicts the label of each token from that token's own output."""
     found = _class_with_loss(model)
-    if found is not None and "self.loss_function" in _source(found):
+    if found is not None and _calls_loss_function(found):
         return keeps_labels_in_place(model)
     return found is not None and not _slices_labels(found)
 
@@ -94,23 +94,19 @@ def _class_with_loss(model: Any) -> Any:
 
 
 @functools.cache
+def _calls_loss_function(cls: Any) -> bool:
+    return "self.loss_function" in forward_source(cls)
+
+
+@functools.cache
 def _slices_labels(cls: Any) -> bool:
-    sliced = (node.value for node in ast.walk(ast.parse(_source(cls))) if isinstance(node, ast.Subscript))
+    sliced = (node.value for node in ast.walk(ast.parse(forward_source(cls))) if isinstance(node, ast.Subscript))
     return any(ast.unparse(value) in ("labels", "shift_labels") for value in sliced)
 
 
 @functools.cache
-def _source(cls: Any) -> str:
-    """Source of the forward of a class; "" where there is none."""
-    try:
-        return textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
-    except (OSError, TypeError):
-        return ""
-
-
-@functools.cache
 def _averages(cls: Any) -> bool:
-    source = _source(cls)
+    source = forward_source(cls)
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     names = {id(call): ast.unparse(call.func) for call in calls}
     losses = [call for call in calls if names[id(call)] == "self.loss_function"]

@@ -7,8 +7,6 @@ computation and holds for any way to cut images.
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from opslot._base.source import forward_source
 from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.models._modalities import feature_module
 
@@ -93,7 +92,7 @@ class _Skipped:
     """The forward of an encoder's layer that returns its input: layers keep the number of features."""
 
     def __init__(self, cls: type) -> None:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))  # type: ignore[attr-defined]
+        tree = ast.parse(forward_source(cls))
         returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
         self.is_tuple = any(
             isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id == "outputs")

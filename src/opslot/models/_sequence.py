@@ -43,18 +43,23 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
     Towers compute whole images, so their slots stay as they are.
     """
     decoder = _decoder_path(model)
+
+    def of(op_name: str, **kind: Any) -> Callable[[SlotBinding], bool]:
+        """Whether a slot of the language model is of an op, and its resolution has these values."""
+        wanted = {"op_name": op_name, **kind}
+        return lambda slot: (
+            _is_inside(decoder, slot) and all(getattr(slot.resolution, name) == wanted[name] for name in wanted)
+        )
+
     for explicit in (True, False):
-        attention = functools.partial(_is_attention, decoder, explicit)
-        binding = binding.with_wrapper(_Ulysses(pipeline, explicit), attention)
+        binding = binding.with_wrapper(_Ulysses(pipeline, explicit), of("attention", explicit=explicit))
     binding = binding.with_wrapper(
         KernelWrapper("gathered router logits", _OverGlobalSequences),
         lambda slot: slot.resolution.op_name == "load_balancing_loss",
     )
     for op_name, wrapper in _RECURRENCES.items():
-        binding = binding.with_wrapper(wrapper, functools.partial(_is_of, decoder, op_name))
-    return (
-        binding.with_wrapper(_OverlappedProjections(), functools.partial(_is_rotary, decoder)) if overlap else binding
-    )
+        binding = binding.with_wrapper(wrapper, of(op_name))
+    return binding.with_wrapper(_OverlappedProjections(), of("rotary_pos_emb", variant="full")) if overlap else binding
 
 
 def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap: bool = False) -> None:
@@ -98,18 +103,6 @@ def _decoder_path(model: Any) -> str:
 
 def _is_inside(path: str, slot: SlotBinding) -> bool:
     return not path or slot.path == path or slot.path.startswith(f"{path}.")
-
-
-def _is_attention(decoder: str, explicit: bool, slot: SlotBinding) -> bool:
-    return _is_of(decoder, "attention", slot) and slot.resolution.explicit == explicit
-
-
-def _is_of(decoder: str, op_name: str, slot: SlotBinding) -> bool:
-    return slot.resolution.op_name == op_name and _is_inside(decoder, slot)
-
-
-def _is_rotary(decoder: str, slot: SlotBinding) -> bool:
-    return _is_of(decoder, "rotary_pos_emb", slot) and slot.resolution.variant == "full"
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ import enum
 import functools
 import inspect
 import math
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from opslot._base.source import forward_source
 from opslot.ops.attention.options import head_widths, option_value
 from opslot.slots.protocol import attention_options
 
@@ -414,10 +414,9 @@ def _names_in(cls: Any) -> frozenset[str]:
 def _reads_input(cls: Any) -> frozenset[str]:
     """Children that a class's forward calls with one of its own arguments, e.g. q_proj, k_proj and v_proj."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except (OSError, TypeError, SyntaxError):
+        function = next(iter(ast.parse(forward_source(cls)).body), None)
+    except SyntaxError:
         return frozenset()
-    function = tree.body[0]
     if not isinstance(function, ast.FunctionDef):
         return frozenset()
     stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}

@@ -189,8 +189,8 @@ def _generate(target: _Target, release: Release, args: argparse.Namespace) -> in
     upstream_name = f"transformers-{release.version}/{patch.target_file}"
     diff = "".join(
         difflib.unified_diff(
-            generated.upstream_text.splitlines(keepends=True),
-            generated.text.splitlines(keepends=True),
+            release.module(patch.source_module).text.splitlines(keepends=True),
+            generated.splitlines(keepends=True),
             upstream_name,
             f"opslot/generated/{patch.target_file}",
         )
@@ -200,7 +200,7 @@ def _generate(target: _Target, release: Release, args: argparse.Namespace) -> in
     elif args.output is not None:
         path = args.output / patch.target_file
         try:
-            write_text(path, generated.text)
+            write_text(path, generated)
             if args.diff:
                 write_text(path.with_suffix(".diff"), diff)
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import singledispatch
 
 from opslot._base.errors import PatchError
@@ -38,16 +37,8 @@ from opslot.patchgen.slotting import (
 from opslot.patchgen.source import Release
 
 
-@dataclass(frozen=True)
-class GeneratedModule:
-    """A generated module's text, and upstream's text that it was made from."""
-
-    text: str
-    upstream_text: str
-
-
-def generate(patch: PatchConfig, release: Release) -> GeneratedModule:
-    """Apply `patch` to the module of `release`. The same patch and release give the same bytes.
+def generate(patch: PatchConfig, release: Release) -> str:
+    """The text of the module of `release` with `patch` applied. The same patch and release give the same bytes.
 
     Raises:
         PatchError: a symbol or anchor is missing, matches another number of times, has another body than the
@@ -55,10 +46,13 @@ def generate(patch: PatchConfig, release: Release) -> GeneratedModule:
     """
     document, problems = apply_all(patch, release)
     if problems:
-        raise PatchError("\n".join(str(problem) for problem in problems))
+        raise PatchError(
+            "\n".join(str(problem) for problem in problems),
+            hint="adapt the patch to this release, or use a release that it applies to",
+        )
     document.write_slot_declarations()
     finish_module(document)
-    return GeneratedModule(document.module.code, document.upstream.text)
+    return document.module.code
 
 
 def apply_all(patch: PatchConfig, release: Release) -> tuple[Document, list[PatchError]]:

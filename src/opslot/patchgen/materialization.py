@@ -122,7 +122,7 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
             return cached
         from opslot.patchgen.engine import generate
 
-        text = generate(patch or require_patch(arch, release), release).text
+        text = generate(patch or require_patch(arch, release), release)
         try:
             write_sealed(path, text)
         except OSError as error:

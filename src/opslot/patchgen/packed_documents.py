@@ -7,42 +7,15 @@ from collections import Counter
 from functools import lru_cache
 
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.edits import Anchored, ClassAttribute, TakeKeywords
+from opslot.patchgen.edits import Anchored, ClassAttribute, ImportSpec, TakeKeywords
 from opslot.patchgen.forms import ModuleView, names_in
 from opslot.patchgen.source import nodes_below
 
 # Set on classes that `by_document` runs, which take the boundaries of documents whatever their forward takes.
 _BY_DOCUMENT = "_opslot_by_document"
 
-_CU_SEQLENS = '''
-def _opslot_cu_seqlens(kwargs):
-    """Boundaries of packed documents in a forward's keyword arguments, over the flattened tokens; None without.
-
-    Where a module takes only seq_idx, its callers pass the boundaries themselves, [documents + 1].
-    """
-    cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-    if cu_seqlens is not None or seq_idx is None:
-        return cu_seqlens
-    if seq_idx.dim() == 1:
-        return seq_idx
-    starts = torch.ones_like(seq_idx, dtype=torch.bool)
-    starts[:, 1:] = seq_idx.diff(dim=1) != 0
-    return nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=seq_idx.numel()).to(torch.int32)
-'''
-
-_PASSED = '''
-def _opslot_passed(kwargs):
-    """The keyword arguments of a head from which the layers of its model read the boundaries of documents."""
-    names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-    return {name: kwargs[name] for name in names if name in kwargs}
-'''
-
-_PASSED_TO = '''
-def _opslot_passed_to(module, classes, kwargs):
-    """The same for a module of these classes, or one that may run once for each document; others may take none."""
-    takes = isinstance(module, classes) or hasattr(type(module), "_opslot_by_document")
-    return _opslot_passed(kwargs) if takes else {}
-'''
+# Functions that a generated module calls.
+_HELPERS = "opslot.ops._common.documents", ("cu_seqlens_in", "documents_in", "documents_for")
 
 
 def bound_arguments(call: ast.Call, parameters: tuple[str, ...], ignored: tuple[str, ...]) -> dict[str, str] | None:
@@ -64,9 +37,9 @@ def documents_of(module: ModuleView, method: str, call: ast.Call) -> str:
     definition = module.upstream.find(method)
     assert isinstance(definition, ast.FunctionDef)
     if definition.args.kwarg is not None:
-        return f"_opslot_cu_seqlens({definition.args.kwarg.arg})"
+        return f"cu_seqlens_in({definition.args.kwarg.arg})"
     passed = next((keyword.value for keyword in call.keywords if keyword.arg == "seq_idx"), None)
-    return "None" if passed is None else f'_opslot_cu_seqlens({{"seq_idx": {ast.unparse(passed)}}})'
+    return "None" if passed is None else f'cu_seqlens_in({{"seq_idx": {ast.unparse(passed)}}})'
 
 
 def pass_documents(module: ModuleView, patch: PatchConfig) -> None:
@@ -189,14 +162,14 @@ def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, t
     if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already:
         return
     kwargs = definition.args.kwarg.arg
-    given = f"_opslot_passed({kwargs})"
+    given = f"documents_in({kwargs})"
     if takers is not None:
         classes = "".join(f"{name}, " for name in takers)
-        given = f"_opslot_passed_to({ast.unparse(call.func)}, ({classes}), {kwargs})"
+        given = f"documents_for({ast.unparse(call.func)}, ({classes}), {kwargs})"
     passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
     count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
     patch.replace(method, text, ast.unparse(passed).replace("_PASSED", given), count=count)
-    add_helpers(patch, _PASSED, _PASSED_TO)
+    add_helpers(patch)
 
 
 def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> bool:
@@ -212,7 +185,7 @@ def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: 
         return False
     if not any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits):
         count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
-        patch.replace(method, text, f"_opslot_cu_seqlens({kwargs})", count=count)
+        patch.replace(method, text, f"cu_seqlens_in({kwargs})", count=count)
         add_helpers(patch)
     return True
 
@@ -231,8 +204,11 @@ def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:
 
 
 def add_helpers(patch: PatchConfig, *texts: str) -> None:
-    """Add functions to the generated module, each once."""
-    for text in (_CU_SEQLENS, *texts):
+    """Add functions to the generated module, each once: those for the boundaries of documents, and `texts`."""
+    imported = ImportSpec(*_HELPERS)
+    if imported not in patch.additional_imports:
+        patch.additional_imports.append(imported)
+    for text in texts:
         if text.strip("\n") not in (helper.strip("\n") for helper in patch.helpers):
             patch.add_helper(text.strip("\n") + "\n")
 

@@ -137,7 +137,9 @@ class UpstreamModule:
         """Like `symbol`, but raises PatchError with similar names if it is missing."""
         found = self.symbol(name)
         if found is None:
-            raise PatchError(f"{self.name} of transformers {self.version}: {self.missing(name)}")
+            raise PatchError(
+                f"{self.name} of transformers {self.version}: {self.missing(name)}", hint="name one that it has"
+            )
         return found
 
     def missing(self, name: str) -> str:

@@ -94,7 +94,10 @@ class OpsImplementationConfig:
             problems.append(f"preset={preset!r} is unknown; use one of {', '.join(PRESETS)}")
         values.update(_canonical(fields, known, problems))
         if not _maps_to_mappings(overrides):
-            problems.append(f"overrides={overrides!r} must map globs of module paths to the fields that hold there")
+            problems.append(
+                f"overrides={overrides!r} must map globs of module paths to the fields that hold there; "
+                'e.g. {"model.layers.0.*": {"rms_norm_implementation": "eager"}}'
+            )
             overrides = None
         by_glob = {
             glob: _canonical(chosen, known, problems, where=f"overrides[{glob!r}].")

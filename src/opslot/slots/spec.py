@@ -85,6 +85,9 @@ class HardwareRequirement:
         return None
 
 
+_REQUIREMENT = "e.g. Requirement('quack', 'quack-kernels', '>=0.5')"
+
+
 @dataclass(frozen=True)
 class Requirement:
     """A package that a kernel imports. The only place where a version of it is stated.
@@ -105,10 +108,10 @@ class Requirement:
             if not isinstance(getattr(self, label), str):
                 raise ConfigError(
                     f"Requirement.{label} must be a string, got {getattr(self, label)!r}",
-                    hint="e.g. Requirement('quack', 'quack-kernels', '>=0.5')",
+                    hint=_REQUIREMENT,
                 )
         if not self.module:
-            raise ConfigError("Requirement.module must be the name of a package, got ''")
+            raise ConfigError("Requirement.module must be the name of a package, got ''", hint=_REQUIREMENT)
         if not self.distribution:
             object.__setattr__(self, "distribution", self.module)
         try:
@@ -242,7 +245,10 @@ class KernelSpec:
         for label in ("name", "op_name", "variant"):
             value = getattr(self, label)
             if not isinstance(value, str) or not value:
-                raise ConfigError(f"KernelSpec.{label} must be a non-empty string, got {value!r}")
+                raise ConfigError(
+                    f"KernelSpec.{label} must be a non-empty string, got {value!r}",
+                    hint="e.g. KernelSpec('mine', 'rms_norm', 'standard', 'my_package.kernels:rms_norm')",
+                )
         for label, wanted in self._invalid_fields():
             name = f"{self.op_name}/{self.variant} {self.name}"
             raise ConfigError(f"{name}: KernelSpec.{label} must be {wanted}, got {getattr(self, label)!r}")

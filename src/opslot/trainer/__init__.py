@@ -8,7 +8,7 @@ from opslot._base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from opslot.trainer.base import BaseTrainer, TrainResult
-    from opslot.trainer.callbacks import Callback, StepRecord
+    from opslot.trainer.callbacks.base import Callback, StepRecord
     from opslot.trainer.config import RunConfig
     from opslot.trainer.main import cli_train, run
     from opslot.trainer.parse import load_config
@@ -30,7 +30,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".base": "BaseTrainer TrainResult",
-        ".callbacks": "Callback StepRecord",
+        ".callbacks.base": "Callback StepRecord",
         ".config": "RunConfig",
         ".main": "cli_train run",
         ".parse": "load_config",

@@ -17,7 +17,7 @@ import torch
 from opslot._base.errors import DataError, TrainingError
 from opslot._base.files import remove_temporary_files, write_json, write_text
 from opslot.checkpoint.training_state import load_snapshot, read_state, take_snapshot
-from opslot.data import count_targets
+from opslot.data.collation import count_targets
 from opslot.distributed import (
     clip_grad_norm,
     gather_objects,
@@ -29,16 +29,15 @@ from opslot.distributed import (
 from opslot.models._own_loss import call_with_share_of_loss
 from opslot.slots import explain
 from opslot.trainer.best import BestEvaluation
-from opslot.trainer.callbacks import (
-    Callback,
+from opslot.trainer.callbacks.base import Callback, StepRecord
+from opslot.trainer.callbacks.profile import ProfileCallback
+from opslot.trainer.callbacks.progress import ProgressCallback
+from opslot.trainer.callbacks.writers import (
     CheckpointCallback,
     EvaluationCallback,
     ExportCallback,
     LossCurveCallback,
     MetricsCallback,
-    ProfileCallback,
-    ProgressCallback,
-    StepRecord,
     TensorBoardCallback,
     TrackioCallback,
     WandbCallback,

@@ -104,7 +104,7 @@ def report(trainer: TextTrainer, console: Console) -> None:
     from rich.syntax import Syntax
     from rich.table import Table
 
-    from opslot.trainer.callbacks import read_metrics
+    from opslot.trainer.callbacks.writers import read_metrics
 
     records = read_metrics(trainer.output_dir)
     table = Table.grid(padding=(0, 2))

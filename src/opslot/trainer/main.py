@@ -119,7 +119,7 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
 
 
 def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
-    from opslot.trainer.callbacks import BEST_FOLDER, HF_FOLDER
+    from opslot.trainer.callbacks.writers import BEST_FOLDER, HF_FOLDER
 
     result = trainer.train()
     if result.completed:
@@ -198,7 +198,7 @@ def _reported_by_first_rank() -> Iterator[None]:
     except OpslotError as error:
         if _is_first_rank():
             raise
-        raise OtherRankFailed("the first rank of this machine failed") from error
+        raise OtherRankFailed("the first rank of this machine failed", hint="see its error") from error
 
 
 def _is_first_rank() -> bool:

@@ -290,7 +290,7 @@ def _checked_overrides(
             continue
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):
-                problems.append(f"{option} needs a value")
+                problems.append(f"{option} needs a value; write it after the option")
                 continue
             value = argv[position]
             position += 1

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opslot._base.errors import ConfigError
-from opslot.checkpoint import initialize_weights
 from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
+from opslot.checkpoint.initialize import initialize_weights
 from opslot.checkpoint.training_state import read_state
 from opslot.distributed import ParallelState
 from opslot.models import load_foundation_weights

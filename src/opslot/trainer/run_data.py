@@ -11,25 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opslot._base.errors import ConfigError, DataError, list_problems
-from opslot.data import (
-    Documents,
-    MixedDataset,
-    PackedDataset,
-    SampleLoader,
-    TokenCorpus,
-    TokenLoader,
-    load_tokenizer,
-    open_corpus,
-    split_documents,
-)
 from opslot.data.chat import ChatEncoder, load_chat_template
+from opslot.data.corpus import TokenCorpus, open_corpus
 from opslot.data.encoder import Encoder, TextEncoder
 from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names
+from opslot.data.loader import SampleLoader, TokenLoader
 from opslot.data.media import Limits
+from opslot.data.mixture import MixedDataset
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.data.multimodal_collation import MultimodalCollator
+from opslot.data.packing import Documents, PackedDataset
 from opslot.data.rope_positions import RopePositions
+from opslot.data.split import split_documents
 from opslot.data.token_templates import TokenTemplateEncoder, renders_tokens
+from opslot.data.tokenizer import load_tokenizer
 from opslot.models import trained_config
 from opslot.models._placeholders import PlaceholderCheck
 from opslot.trainer.config import RunConfig

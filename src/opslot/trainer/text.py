@@ -16,7 +16,8 @@ import torch
 from opslot._base.errors import ConfigError
 from opslot.checkpoint import export_hf, save_adapter
 from opslot.checkpoint.save import save_processors
-from opslot.data import SampleLoader, TokenLoader, count_targets, evaluation_batches
+from opslot.data.collation import count_targets
+from opslot.data.loader import SampleLoader, TokenLoader, evaluation_batches
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
 from opslot.models._own_loss import why_not_causal

@@ -13,7 +13,8 @@ from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.files import path_problem
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.checkpoint.adapters import FROM_WEIGHTS
-from opslot.data import DataConfig, find_files
+from opslot.data.config import DataConfig
+from opslot.data.sources import find_files
 from opslot.trainer.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
 from opslot.trainer.optimizer_settings import check_optimizer, is_sharded
 from opslot.trainer.output_folder import check_output
@@ -239,7 +240,7 @@ def _profile_problems(train: TrainConfig) -> list[str]:
     if not 1 <= steps[0] <= steps[1]:
         return [f"{found}: the first step must be at least 1 and at most the last one"]
     if train.max_steps is not None and steps[1] > train.max_steps:
-        return [f"{found}: the last step exceeds train.max_steps={train.max_steps}"]
+        return [f"{found}: the last step exceeds train.max_steps={train.max_steps}; profile earlier steps"]
     return []
 
 
@@ -294,7 +295,7 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
     if train.eval_steps is None:
         for name in ("prompts", "save_best", "early_stopping_patience"):
             if getattr(evaluation, name):
-                problems.append(f"evaluation.{name} needs train.eval_steps")
+                problems.append(f"evaluation.{name} needs train.eval_steps; set it")
     if config.task != "vlm":
         names = [name for name in ("freeze", "lr_of") if getattr(train, name)]
         problems += [f"train.{name} is for task vlm, and task is {config.task}; remove it" for name in names]
@@ -322,7 +323,9 @@ def _is_regex(text: str) -> bool:
 def _unsupported_adapters(lora: LoraConfig, sharded: bool) -> list[str]:
     kinds = {"lora.experts": lora.experts, "lora.quantization": lora.quantization is not None}
     found = [
-        f"lora.use_dora cannot be combined with {name}" for name, given in kinds.items() if lora.use_dora and given
+        f"lora.use_dora cannot be combined with {name}; remove one of them"
+        for name, given in kinds.items()
+        if lora.use_dora and given
     ]
     if lora.init in FROM_WEIGHTS:
         kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp": sharded}
@@ -338,7 +341,9 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
     lora = config.lora
     if lora.r is None:
         changed = [name for name, value in vars(lora).items() if value != getattr(LoraConfig, name)]
-        problems += [f"lora.{name} needs lora.r, the rank of the adapters" for name in changed]
+        problems += [
+            f"lora.{name} needs lora.r, the rank of the adapters; set it, or remove lora.{name}" for name in changed
+        ]
         return
     if lora.r < 1:
         problems.append(f"lora.r={lora.r} must be at least 1")
@@ -353,7 +358,9 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
     ]
     for field, names in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         problems += [
-            f"lora.{field}: {name} is not a valid regular expression" for name in names or () if not _is_regex(name)
+            f"lora.{field}: {name} is not a valid regular expression; escape special characters"
+            for name in names or ()
+            if not _is_regex(name)
         ]
     problems += _unsupported_adapters(lora, is_sharded(config.train))
     if lora.experts and lora.dropout:
@@ -361,7 +368,7 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
     if not lora.target_modules:
         problems.append("lora.target_modules is empty; name modules such as q_proj, or set it to all-linear")
     if not config.model.model_path:
-        problems.append("lora needs model.model_path, the checkpoint whose weights the adapters are added to")
+        problems.append("lora needs model.model_path, the checkpoint whose weights the adapters are added to; set it")
     if lora.quantization is not None:
         from opslot.models.quantized_linear import nf4_problem
 

@@ -6,8 +6,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
-from opslot.data import TokenLoader
 from opslot.data.encoder_cost import linear_patch_cost
+from opslot.data.loader import TokenLoader
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.models._modalities import decoder_of, inlined_inputs
 from opslot.models._packing import packing_problem

@@ -153,7 +153,7 @@ class _Worker:
             return Lost("exited")
         self.ends = None
         if not good:
-            raise KernelError(f"a check raised, which is a bug in opslot:\n{result}")
+            raise KernelError(f"a check raised, which is a bug in opslot:\n{result}", hint="report it with this text")
         return result
 
     def stop(self) -> None:

@@ -188,7 +188,7 @@ def mixers(request):
     ]
     for match in found:
         match.write(patch)
-    text = generate(patch, Release("5.9.0", None, {module.name: module})).text
+    text = generate(patch, Release("5.9.0", None, {module.name: module}))
     models = []
     for written in (source, text):
         namespace = {}

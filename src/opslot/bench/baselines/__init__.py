@@ -124,6 +124,8 @@ def _raising_kernel_error(kernel: Callable[..., Any], baseline: str) -> Callable
             # Neither means an unsupported input; after the second nothing else runs in this process.
             if "out of memory" in str(error).lower() or "CUDA error" in str(error):
                 raise
-            raise KernelError(f"{baseline} raised {type(error).__name__}: {error}") from error
+            raise KernelError(
+                f"{baseline} raised {type(error).__name__}: {error}", hint=f"leave {baseline} out of --baselines"
+            ) from error
 
     return call

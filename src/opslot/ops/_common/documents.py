@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from opslot._base.host_values import host_values
 from opslot.ops._common.arguments import reject
 from opslot.slots import walk_slots
-from opslot.slots.protocol import keeps_sequences
+from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences
 
 _INSTEAD = "it must start with 0, not decrease, and end with the number of tokens; padding is also a document"
 # The cu_seqlens last checked on a device, since a model passes the same to every layer: (tensor, version, rows, length,
@@ -101,12 +101,24 @@ def cu_seqlens_in(kwargs: Mapping[str, Any]) -> Tensor | None:
     cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
     if cu_seqlens is not None or seq_idx is None:
         return cu_seqlens
-    # Where a module takes only seq_idx, its callers pass the boundaries as it (patchgen/packed_documents.py).
+    # Where a module takes only seq_idx, its callers pass the boundaries as it, [documents + 1].
     if seq_idx.dim() == 1:
         return seq_idx
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx.diff(dim=1) != 0
-    return torch.nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=seq_idx.numel())
+    return torch.nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=seq_idx.numel()).to(torch.int32)
+
+
+def documents_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a head from which the layers of its model read the boundaries of documents."""
+    names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+    return {name: kwargs[name] for name in names if name in kwargs}
+
+
+def documents_for(module: Any, classes: tuple[type, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """`documents_in` for a module of these classes, or one that may run once for each document; others take none."""
+    takes = isinstance(module, classes) or hasattr(type(module), BY_DOCUMENT)
+    return documents_in(kwargs) if takes else {}
 
 
 def remove_hooks(model: nn.Module, hooks: list[Any]) -> None:

@@ -1,13 +1,13 @@
-"""KernelSpecs of Triton and vendor kernels, shared by the ops' registrations."""
+"""Registers kernels of an op, and what the registrations share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from opslot.slots import HardwareRequirement, KernelRequest, KernelSpec, Requirement
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, OpSpec, Requirement
 from opslot.slots.spec import TRITON
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -28,68 +28,73 @@ def unsupported_dtype(dtype: torch.dtype) -> str:
     return f"its dtype is {dtype}, not float32, bfloat16 or float16"
 
 
-def gpu_kernel(
+def add_kernel(
+    op: OpSpec,
     name: str,
-    op_name: str,
-    variant: str,
-    function: str,
+    factory: str | Callable[[], Callable[..., Any]],
+    variants: Iterable[str] | None = None,
+    **options: Any,
+) -> None:
+    """Register a kernel for `variants` of an op, by default all.
+
+    Args:
+        factory: "file:function" in the op's folder, where {variant} is the variant; or as `KernelSpec` takes it.
+        options: of `KernelSpec`.
+    """
+    for variant in variants or op.variants:
+        path = f"opslot.ops.{op.name}.{factory.format(variant=variant)}" if isinstance(factory, str) else factory
+        KERNEL_REGISTRY.register(KernelSpec(name, op.name, variant, path, **options))
+
+
+def add_gpu_kernel(
+    op: OpSpec,
+    name: str,
+    factory: str | Callable[[], Callable[..., Any]],
     requires: tuple[Requirement | str, ...],
+    variants: Iterable[str] | None = None,
     *,
     capability: tuple[int, int] = (8, 0),
     dtypes: frozenset[torch.dtype] = FLOATS,
     **options: Any,
-) -> KernelSpec:
-    """A kernel for GPUs from `capability` on; `function` is "file:function" in the op's folder."""
+) -> None:
+    """`add_kernel` for GPUs from `capability` on."""
     hardware = HardwareRequirement("gpu", min_compute_capability=capability)
-    factory = f"opslot.ops.{op_name}.{function}"
-    return KernelSpec(name, op_name, variant, factory, hardware, requires=requires, dtypes=dtypes, **options)
+    add_kernel(op, name, factory, variants, hardware=hardware, requires=requires, dtypes=dtypes, **options)
 
 
-def triton_kernel(
-    op_name: str,
-    variant: str,
+def add_triton_kernel(
+    op: OpSpec,
+    variants: Iterable[str] | None = None,
     *,
     name: str = "triton",
-    function: str | None = None,
-    file: str = "triton",
+    factory: str = "triton:{variant}",
     **options: Any,
-) -> KernelSpec:
-    """A kernel `function`, default `<variant>`, of the op's `file`, for GPUs from Ampere on and the interpreter."""
-    path = f"{file}:{function or variant}"
-    return gpu_kernel(name, op_name, variant, path, (TRITON,), portable=True, interpretable=True, **options)
+) -> None:
+    """A Triton kernel, for GPUs from Ampere on and the interpreter."""
+    add_gpu_kernel(op, name, factory, (TRITON,), variants, portable=True, interpretable=True, **options)
 
 
-def liger_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
-    """A kernel `<variant>` of the op's liger.py."""
-    return gpu_kernel("liger_kernel", op_name, variant, f"liger:{variant}", (LIGER, TRITON), portable=True, **options)
+def add_liger_kernel(op: OpSpec, variants: Iterable[str], **options: Any) -> None:
+    """The functions of the op's liger.py."""
+    add_gpu_kernel(op, "liger_kernel", "liger:{variant}", (LIGER, TRITON), variants, portable=True, **options)
 
 
-def quack_kernel(op_name: str, variant: str, *, quack: Requirement = QUACK, **options: Any) -> KernelSpec:
-    """A kernel `<variant>` of the op's quack.py, for GPUs from Hopper on."""
-    return gpu_kernel("quack", op_name, variant, f"quack:{variant}", (quack, CUTLASS), capability=(9, 0), **options)
+def add_quack_kernel(op: OpSpec, variants: Iterable[str], *, quack: Requirement = QUACK, **options: Any) -> None:
+    """The functions of the op's quack.py, for GPUs from Hopper on."""
+    add_gpu_kernel(op, "quack", "quack:{variant}", (quack, CUTLASS), variants, capability=(9, 0), **options)
 
 
-def npu_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
-    """A kernel `<variant>` of the op's npu.py."""
-    return KernelSpec(
-        "npu",
-        op_name,
-        variant,
-        f"opslot.ops.{op_name}.npu:{variant}",
-        HardwareRequirement("npu"),
-        requires=("torch_npu",),
-        dtypes=FLOATS,
-        **options,
-    )
+def add_npu_kernel(op: OpSpec, variants: Iterable[str] | None = None, **options: Any) -> None:
+    """The functions of the op's npu.py."""
+    npu = HardwareRequirement("npu")
+    add_kernel(op, "npu", "npu:{variant}", variants, hardware=npu, requires=("torch_npu",), dtypes=FLOATS, **options)
+
+
+def add_torch_kernel(op: OpSpec, variants: Iterable[str], **options: Any) -> None:
+    """The functions of the op's torch_fused.py: plain torch, for any device."""
+    add_kernel(op, "torch_fused", "torch_fused:{variant}", variants, portable=True, **options)
 
 
 def fp32_priority(value: int) -> Callable[[KernelRequest], int | None]:
     """`value` for float32, else None: on CPUs plain torch is faster than eager in float32, not in bfloat16."""
     return lambda request: value if request.dtype in (None, torch.float32) else None
-
-
-def torch_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
-    """A kernel `<variant>` of the op's torch_fused.py: plain torch, for any device."""
-    return KernelSpec(
-        "torch_fused", op_name, variant, f"opslot.ops.{op_name}.torch_fused:{variant}", portable=True, **options
-    )

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, triton_kernel
+from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.attention.op import OP
 from opslot.ops.attention.options import options_of
 from opslot.ops.attention.widths import padded_widths
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
-
-_HERE = "opslot.ops.attention"
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, Requirement
 
 Supports = Callable[[KernelRequest], str | None]
 
@@ -102,30 +100,27 @@ def _triton_priority(request: KernelRequest) -> int:
 
 
 def _flash(
-    variant: str,
     version: int,
     packages: tuple[Requirement | str, ...],
-    hardware: HardwareRequirement,
+    capability: tuple[int, int],
     *supports: Supports,
-    priority: int | None = None,
-) -> KernelSpec:
+    **options: Any,
+) -> None:
     def factory() -> Callable[..., Any]:
         from opslot.ops.attention.flash import make_flash
 
         return make_flash(version)
 
-    name = f"flash_attention_{version}"
-    return KernelSpec(
-        name,
-        "attention",
-        variant,
+    add_kernel(
+        OP,
+        f"flash_attention_{version}",
         factory,
-        hardware,
+        hardware=HardwareRequirement("gpu", capability, (9, 0) if version == 3 else None),
         requires=packages,
         dtypes=HALF_FLOATS,
         supports=_all_of(_allowed("_supports_flash_attn"), *supports),
-        priority=None if priority is None else {H200: priority},
         description=f"FlashAttention {version}",
+        **options,
     )
 
 
@@ -136,95 +131,64 @@ def _by_length() -> Callable[..., Any]:
 
 
 _FLASH_4 = (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS)
-_BY_LENGTH = KernelSpec(
+
+KERNEL_REGISTRY.register_op(OP)
+add_kernel(
+    OP,
+    "sdpa",
+    "sdpa:sdpa",
+    supports=_all_of(_allowed("_supports_sdpa"), _no_softcap, _no_sinks, _no_dropout_on_cpu),
+    priority={H200: 40, "cpu": 40},
+    portable=True,
+    description="torch SDPA (flash or memory-efficient), packed documents by cu_seqlens",
+)
+add_gpu_kernel(
+    OP,
+    "cudnn",
+    "sdpa:cudnn",
+    (),
+    capability=(9, 0),
+    dtypes=HALF_FLOATS,
+    supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to_256, _no_softcap, _no_sinks),
+    priority={H200: 70},
+    description="cuDNN fused attention through torch SDPA",
+)
+# The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
+_flash(2, ("flash_attn_2_cuda",), (8, 0), _head_dim_to_256, _no_sinks)
+_flash(3, ("flash_attn_interface",), (9, 0), _head_dim_to_256, _no_sinks, _no_dropout)
+_flash(4, _FLASH_4, (9, 0), _head_dims_of_flash_4, _no_dropout, priority={H200: 80})
+add_gpu_kernel(
+    OP,
     "flash_attention_4_or_triton",
-    "attention",
-    "bidirectional",
     _by_length,
-    HardwareRequirement("gpu", (9, 0)),
-    requires=(*_FLASH_4, TRITON),
+    (*_FLASH_4, TRITON),
+    ["bidirectional"],
+    capability=(9, 0),
     dtypes=HALF_FLOATS,
     supports=_all_of(_allowed("_supports_flash_attn"), _head_dims_of_flash_4, _no_dropout),
     priority={H200: 85},
     description="FlashAttention 4, and triton for short sequences",
 )
-
-
-def _specs(variant: str) -> tuple[KernelSpec, ...]:
-    return (
-        KernelSpec(
-            "sdpa",
-            "attention",
-            variant,
-            f"{_HERE}.sdpa:sdpa",
-            supports=_all_of(_allowed("_supports_sdpa"), _no_softcap, _no_sinks, _no_dropout_on_cpu),
-            priority={H200: 40, "cpu": 40},
-            portable=True,
-            description="torch SDPA (flash or memory-efficient), packed documents by cu_seqlens",
-        ),
-        KernelSpec(
-            "cudnn",
-            "attention",
-            variant,
-            f"{_HERE}.sdpa:cudnn",
-            HardwareRequirement("gpu", min_compute_capability=(9, 0)),
-            dtypes=HALF_FLOATS,
-            supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to_256, _no_softcap, _no_sinks),
-            priority={H200: 70},
-            description="cuDNN fused attention through torch SDPA",
-        ),
-        # The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
-        _flash(variant, 2, ("flash_attn_2_cuda",), HardwareRequirement("gpu", (8, 0)), _head_dim_to_256, _no_sinks),
-        _flash(
-            variant,
-            3,
-            ("flash_attn_interface",),
-            HardwareRequirement("gpu", (9, 0), (9, 0)),
-            _head_dim_to_256,
-            _no_sinks,
-            _no_dropout,
-        ),
-        _flash(
-            variant,
-            4,
-            _FLASH_4,
-            HardwareRequirement("gpu", (9, 0)),
-            _head_dims_of_flash_4,
-            _no_dropout,
-            priority=80,
-        ),
-        *([_BY_LENGTH] if variant == "bidirectional" else []),
-        triton_kernel(
-            "attention",
-            variant,
-            function="attention",
-            supports=_all_of(_head_dim_to_256, _no_dropout),
-            priority={H200: _triton_priority},
-            description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
-        ),
-        # Slower than `triton`, so `auto` never selects it.
-        triton_kernel(
-            "attention",
-            variant,
-            name="batch_invariant",
-            file="batch_invariant",
-            function="attention",
-            supports=_all_of(_head_dim_to_256, _no_dropout),
-            description="triton, with results that do not depend on the other documents",
-        ),
-        KernelSpec(
-            "flex_attention",
-            "attention",
-            variant,
-            f"{_HERE}.flex:flex_attention",
-            HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-            supports=_all_of(_allowed("_supports_flex_attn"), _head_dim_from_16, _no_sinks, _no_dropout),
-            description="torch FlexAttention with block masks",
-        ),
-    )
-
-
-KERNEL_REGISTRY.register_op(OP)
-for _variant in OP.variants:
-    for _spec in _specs(_variant):
-        KERNEL_REGISTRY.register(_spec)
+add_triton_kernel(
+    OP,
+    factory="triton:attention",
+    supports=_all_of(_head_dim_to_256, _no_dropout),
+    priority={H200: _triton_priority},
+    description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
+)
+# Slower than `triton`, so `auto` never selects it.
+add_triton_kernel(
+    OP,
+    name="batch_invariant",
+    factory="batch_invariant:attention",
+    supports=_all_of(_head_dim_to_256, _no_dropout),
+    description="triton, with results that do not depend on the other documents",
+)
+add_kernel(
+    OP,
+    "flex_attention",
+    "flex:flex_attention",
+    hardware=HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+    supports=_all_of(_allowed("_supports_flex_attn"), _head_dim_from_16, _no_sinks, _no_dropout),
+    description="torch FlexAttention with block masks",
+)

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from opslot.ops._common.specs import FLA, H200, TRITON, gpu_kernel, triton_kernel
+from opslot.ops._common.specs import FLA, H200, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.causal_conv1d.op import OP
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
 # Of opslot's Triton kernel, whose windows stay in registers.
 _WIDEST_FILTER = 4
@@ -29,35 +29,26 @@ def _bf16_priority(request: KernelRequest) -> int | None:
 
 
 KERNEL_REGISTRY.register_op(OP)
-KERNEL_REGISTRY.register(
-    triton_kernel(
-        OP.name,
-        "standard",
-        supports=_filter_fits,
-        priority={H200: _bf16_priority},
-        description="one pass each way, deterministic, up to four taps, packed documents by cu_seqlens",
-    )
+add_triton_kernel(
+    OP,
+    supports=_filter_fits,
+    priority={H200: _bf16_priority},
+    description="one pass each way, deterministic, up to four taps, packed documents by cu_seqlens",
 )
-KERNEL_REGISTRY.register(
-    gpu_kernel(
-        "fla",
-        OP.name,
-        "standard",
-        "fla:causal_conv1d",
-        (FLA, TRITON),
-        # Not checked in other dtypes; fla autotunes for 20 seconds per dtype and filter.
-        dtypes=frozenset({torch.bfloat16}),
-        description="flash-linear-attention's kernel, packed documents by cu_seqlens",
-    )
+add_gpu_kernel(
+    OP,
+    "fla",
+    "fla:causal_conv1d",
+    (FLA, TRITON),
+    # Not checked in other dtypes; fla autotunes for 20 seconds per dtype and filter.
+    dtypes=frozenset({torch.bfloat16}),
+    description="flash-linear-attention's kernel, packed documents by cu_seqlens",
 )
-KERNEL_REGISTRY.register(
-    KernelSpec(
-        "torch_packed",
-        OP.name,
-        "standard",
-        "opslot.ops.causal_conv1d.op:reference",
-        # The same convolution as Transformers', but without windows that cross packed documents.
-        priority={"cpu": 10},
-        description="torch's own convolution, packed documents by cu_seqlens, any device",
-    )
+add_kernel(
+    OP,
+    "torch_packed",
+    "op:reference",
+    # The same convolution as Transformers', but without windows that cross packed documents.
+    priority={"cpu": 10},
+    description="torch's own convolution, packed documents by cu_seqlens, any device",
 )

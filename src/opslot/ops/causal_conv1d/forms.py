@@ -110,7 +110,7 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
 
 def _write_optional(method: str, patch: PatchConfig) -> None:
     original = "lambda x, *_: F.silu(self.conv1d(x)[:, :, : x.shape[-1]])"
-    values = 'mixed_qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, "silu", _opslot_cu_seqlens(kwargs)'
+    values = 'mixed_qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, "silu", cu_seqlens_in(kwargs)'
     patch.replace(method, _OPTIONAL, f"mixed_qkv = {_bound_or(original, values)}", slot=_SLOT)
     add_helpers(patch, _BY_DOCUMENT)
 

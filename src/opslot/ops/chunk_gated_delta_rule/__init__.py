@@ -2,9 +2,9 @@
 
 import torch
 
-from opslot.ops._common.specs import FLA, H200, TRITON, gpu_kernel, triton_kernel
+from opslot.ops._common.specs import FLA, H200, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec, Requirement
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
 # Kimi delta attention with fewer key heads than value heads.
 _FLA_KIMI = Requirement("fla", "fla-core", ">=0.6")
@@ -42,51 +42,39 @@ def _bf16_priority(request: KernelRequest) -> int | None:
 _BF16 = frozenset({torch.bfloat16})
 
 KERNEL_REGISTRY.register_op(OP)
-for _variant in OP.variants:
-    KERNEL_REGISTRY.register(
-        triton_kernel(
-            OP.name,
-            _variant,
-            function="chunk_gated_delta_rule",
-            supports=_keys_fit,
-            priority={H200: _bf16_priority},
-            description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
-        )
-    )
-KERNEL_REGISTRY.register(
-    gpu_kernel(
-        "fla",
-        OP.name,
-        "standard",
-        "fla:chunk_gated_delta_rule",
-        (FLA, TRITON),
-        dtypes=_BF16,
-        supports=lambda request: _keys_fit(request) or _right_on_hopper(request),
-        description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",
-    )
+add_triton_kernel(
+    OP,
+    factory="triton:chunk_gated_delta_rule",
+    supports=_keys_fit,
+    priority={H200: _bf16_priority},
+    description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
 )
-KERNEL_REGISTRY.register(
-    gpu_kernel(
-        "fla",
-        OP.name,
-        "per_channel",
-        "fla:chunk_gated_delta_rule",
-        (_FLA_KIMI, TRITON),
-        dtypes=_BF16,
-        supports=_keys_fit,
-        description="flash-linear-attention's Kimi delta attention, packed documents by cu_seqlens",
-    )
+add_gpu_kernel(
+    OP,
+    "fla",
+    "fla:chunk_gated_delta_rule",
+    (FLA, TRITON),
+    ["standard"],
+    dtypes=_BF16,
+    supports=lambda request: _keys_fit(request) or _right_on_hopper(request),
+    description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",
 )
-for _variant in OP.variants:
-    KERNEL_REGISTRY.register(
-        KernelSpec(
-            "torch_chunked",
-            OP.name,
-            _variant,
-            "opslot.ops.chunk_gated_delta_rule.op:reference",
-            # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
-            # documents, which Transformers mixes; not measured on a GPU.
-            priority={"cpu": 10},
-            description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
-        )
-    )
+add_gpu_kernel(
+    OP,
+    "fla",
+    "fla:chunk_gated_delta_rule",
+    (_FLA_KIMI, TRITON),
+    ["per_channel"],
+    dtypes=_BF16,
+    supports=_keys_fit,
+    description="flash-linear-attention's Kimi delta attention, packed documents by cu_seqlens",
+)
+add_kernel(
+    OP,
+    "torch_chunked",
+    "op:reference",
+    # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
+    # documents, which Transformers mixes; not measured on a GPU.
+    priority={"cpu": 10},
+    description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
+)

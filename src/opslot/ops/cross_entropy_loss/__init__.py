@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import torch
 
-from opslot.ops._common.specs import H200, liger_kernel, npu_kernel, triton_kernel
+from opslot.ops._common.specs import H200, add_kernel, add_liger_kernel, add_npu_kernel, add_triton_kernel
 from opslot.ops.cross_entropy_loss.heads import loss_only
 from opslot.ops.cross_entropy_loss.low_rank import has_low_rank
 from opslot.ops.cross_entropy_loss.op import OP, head_of
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
 __all__ = ["loss_only"]
 
@@ -35,49 +35,36 @@ def _without_adapters(request: KernelRequest) -> str | None:
 
 
 KERNEL_REGISTRY.register_op(OP)
-for _variant in OP.variants:
-    # Measured on an H200 against eager, T=8192: 46 ms to 57 at H=4096 V=151936, 25 to 35 at H=2048, 40 to 49 at
-    # V=128256; but 1.4 ms to 0.7 at V=32. The line between them crosses near V=12,000.
-    KERNEL_REGISTRY.register(
-        triton_kernel(
-            OP.name,
-            _variant,
-            priority={H200: _for_large_heads(80, 16384)},
-            description="cuBLAS matmuls and one in-place softmax-gradient kernel per chunk",
-        )
-    )
-    # Slower, so `auto` never selects it.
-    KERNEL_REGISTRY.register(
-        triton_kernel(
-            OP.name,
-            _variant,
-            name="batch_invariant",
-            function=f"batch_invariant_{_variant}",
-            description="triton with logits that do not depend on the batch",
-        )
-    )
-    # Measured on a CPU against eager, H=256: 1.3 to 1.5 times as fast at V=4096 to 32000, 0.95 at 1024 and less. On
-    # an H200 it takes 82 ms where eager takes 57 (in 4 GiB instead of 14), so `auto` does not select it there.
-    KERNEL_REGISTRY.register(
-        KernelSpec(
-            "chunk_loss",
-            OP.name,
-            _variant,
-            f"opslot.ops.cross_entropy_loss.chunk_loss:{_variant}",
-            priority={"cpu": _for_large_heads(60, 4096)},
-            portable=True,
-            description="plain torch, chunk by chunk, never the full logits",
-        )
-    )
-    # Not measured, so `auto` never selects it.
-    KERNEL_REGISTRY.register(npu_kernel(OP.name, _variant, description="chunk_loss on Ascend"))
-for _variant in ("causal", "sequence_classification"):
-    # 93 ms, eager 57: it needs a float32 accumulator to be accurate, which each of 64 chunks reads and writes.
-    KERNEL_REGISTRY.register(
-        liger_kernel(
-            OP.name,
-            _variant,
-            supports=_without_adapters,
-            description="Liger's fused linear cross entropy, summed in float32",
-        )
-    )
+# Measured on an H200 against eager, T=8192: 46 ms to 57 at H=4096 V=151936, 25 to 35 at H=2048, 40 to 49 at V=128256;
+# but 1.4 ms to 0.7 at V=32. The line between them crosses near V=12,000.
+add_triton_kernel(
+    OP,
+    priority={H200: _for_large_heads(80, 16384)},
+    description="cuBLAS matmuls and one in-place softmax-gradient kernel per chunk",
+)
+# Slower, so `auto` never selects it.
+add_triton_kernel(
+    OP,
+    name="batch_invariant",
+    factory="triton:batch_invariant_{variant}",
+    description="triton with logits that do not depend on the batch",
+)
+# Measured on a CPU against eager, H=256: 1.3 to 1.5 times as fast at V=4096 to 32000, 0.95 at 1024 and less. On an H200
+# it takes 82 ms where eager takes 57 (in 4 GiB instead of 14), so `auto` does not select it there.
+add_kernel(
+    OP,
+    "chunk_loss",
+    "chunk_loss:{variant}",
+    priority={"cpu": _for_large_heads(60, 4096)},
+    portable=True,
+    description="plain torch, chunk by chunk, never the full logits",
+)
+# Not measured, so `auto` never selects it.
+add_npu_kernel(OP, description="chunk_loss on Ascend")
+# 93 ms, eager 57: it needs a float32 accumulator to be accurate, which each of 64 chunks reads and writes.
+add_liger_kernel(
+    OP,
+    ["causal", "sequence_classification"],
+    supports=_without_adapters,
+    description="Liger's fused linear cross entropy, summed in float32",
+)

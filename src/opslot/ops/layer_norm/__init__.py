@@ -2,7 +2,7 @@
 
 import torch
 
-from opslot.ops._common.specs import H200, liger_kernel, triton_kernel
+from opslot.ops._common.specs import H200, add_liger_kernel, add_triton_kernel
 from opslot.ops.layer_norm.op import MAX_WIDTH, OP, normalized_shape
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
@@ -35,13 +35,5 @@ def _priority(request: KernelRequest) -> int | None:
 
 
 KERNEL_REGISTRY.register_op(OP)
-KERNEL_REGISTRY.register(
-    triton_kernel(
-        OP.name,
-        "standard",
-        supports=_unsupported,
-        priority={H200: _priority},
-        description="one pass each way, deterministic",
-    )
-)
-KERNEL_REGISTRY.register(liger_kernel(OP.name, "standard", supports=_unsupported_by_liger, description="Liger-Kernel"))
+add_triton_kernel(OP, supports=_unsupported, priority={H200: _priority}, description="one pass each way, deterministic")
+add_liger_kernel(OP, ["standard"], supports=_unsupported_by_liger, description="Liger-Kernel")

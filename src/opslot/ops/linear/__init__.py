@@ -1,8 +1,8 @@
 """linear: registration of the op and of its kernels."""
 
-from opslot.ops._common.specs import FLOATS, triton_kernel
+from opslot.ops._common.specs import FLOATS, add_kernel, add_triton_kernel
 from opslot.ops.linear.op import OP
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
 # Fourth-generation tensor cores: Ada and Hopper.
 _FP8_CAPABILITY = (8, 9)
@@ -23,25 +23,19 @@ def _fp8_unsupported(request: KernelRequest) -> str | None:
 
 KERNEL_REGISTRY.register_op(OP)
 # cuBLAS is faster, so `auto` never selects it.
-for variant in OP.variants:
-    KERNEL_REGISTRY.register(
-        triton_kernel(
-            OP.name,
-            variant,
-            name="batch_invariant",
-            function="standard",
-            description="a token's result does not depend on the batch",
-        )
-    )
-KERNEL_REGISTRY.register(
-    KernelSpec(
-        "fp8",
-        OP.name,
-        "standard",
-        "opslot.ops.linear.fp8:standard",
-        dtypes=FLOATS,
-        supports=_fp8_unsupported,
-        relative_error=_FP8_ERROR,
-        description="FP8 matmuls with one scale per tensor, in forward and backward",
-    )
+add_triton_kernel(
+    OP,
+    name="batch_invariant",
+    factory="triton:standard",
+    description="a token's result does not depend on the batch",
+)
+add_kernel(
+    OP,
+    "fp8",
+    "fp8:{variant}",
+    ["standard"],
+    dtypes=FLOATS,
+    supports=_fp8_unsupported,
+    relative_error=_FP8_ERROR,
+    description="FP8 matmuls with one scale per tensor, in forward and backward",
 )

@@ -2,9 +2,9 @@
 
 import torch
 
-from opslot.ops._common.specs import H200, TRITON, gpu_kernel, triton_kernel
+from opslot.ops._common.specs import H200, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.mamba_chunk_scan.op import OP, WIDEST_HEAD
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec, Requirement
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
 
 def _heads_fit(request: KernelRequest) -> str | None:
@@ -30,45 +30,35 @@ _MAMBA_SSM = Requirement("mamba_ssm", "mamba-ssm")
 
 KERNEL_REGISTRY.register_op(OP)
 for _variant in OP.variants:
-    KERNEL_REGISTRY.register(
-        triton_kernel(
-            OP.name,
-            _variant,
-            function="mamba_chunk_scan",
-            supports=_heads_fit if _variant == "standard" else None,
-            priority={H200: _bf16_priority},
-            description=_DESCRIPTIONS[_variant],
-        )
+    add_triton_kernel(
+        OP,
+        [_variant],
+        factory="triton:mamba_chunk_scan",
+        supports=_heads_fit if _variant == "standard" else None,
+        priority={H200: _bf16_priority},
+        description=_DESCRIPTIONS[_variant],
     )
-KERNEL_REGISTRY.register(
-    gpu_kernel(
-        "mamba_ssm",
-        OP.name,
-        "standard",
-        "mamba_ssm:mamba_chunk_scan",
-        (_MAMBA_SSM, TRITON),
-        description="mamba_ssm's chunked kernel, packed documents by cu_seqlens, without states",
-    )
+add_gpu_kernel(
+    OP,
+    "mamba_ssm",
+    "mamba_ssm:mamba_chunk_scan",
+    (_MAMBA_SSM, TRITON),
+    ["standard"],
+    description="mamba_ssm's chunked kernel, packed documents by cu_seqlens, without states",
 )
-KERNEL_REGISTRY.register(
-    gpu_kernel(
-        "mamba_ssm",
-        OP.name,
-        "per_channel",
-        "mamba_ssm_selective:mamba_chunk_scan",
-        (_MAMBA_SSM,),
-        description="mamba_ssm's CUDA kernel, without packed documents, initial states and limits",
-    )
+add_gpu_kernel(
+    OP,
+    "mamba_ssm",
+    "mamba_ssm_selective:mamba_chunk_scan",
+    (_MAMBA_SSM,),
+    ["per_channel"],
+    description="mamba_ssm's CUDA kernel, without packed documents, initial states and limits",
 )
-for _variant in OP.variants:
-    KERNEL_REGISTRY.register(
-        KernelSpec(
-            "torch_chunked",
-            OP.name,
-            _variant,
-            "opslot.ops.mamba_chunk_scan.op:reference",
-            # Right for packed documents, which Transformers mixes.
-            priority={"cpu": 10},
-            description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
-        )
-    )
+add_kernel(
+    OP,
+    "torch_chunked",
+    "op:reference",
+    # Right for packed documents, which Transformers mixes.
+    priority={"cpu": 10},
+    description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
+)

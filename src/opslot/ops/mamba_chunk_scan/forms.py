@@ -350,9 +350,9 @@ def _mixers(module: ModuleView) -> Iterator[Match]:
 
 def _write_mixer(module: ModuleView, name: str, limit: str, patch: PatchConfig) -> None:
     forward, method = f"{name}.forward", f"{name}.{_MIXER}"
-    documents = "_opslot_cu_seqlens(kwargs)"
+    documents = "cu_seqlens_in(kwargs)"
     if "seq_idx" in module.parameters(forward):
-        documents = '_opslot_cu_seqlens({"seq_idx": seq_idx, **kwargs})'
+        documents = 'cu_seqlens_in({"seq_idx": seq_idx, **kwargs})'
         # It raises where mamba_ssm is not installed.
         patch.replace(forward, "seq_idx is not None", "False")
     bound = f"self.{_SLOT.attribute}"
@@ -417,7 +417,7 @@ def _write_slow_mixer(module: ModuleView, name: str, patch: PatchConfig) -> None
     assert isinstance(definition, ast.FunctionDef)
     if definition.args.kwarg is None:
         patch.take_keywords(forward)
-    bound, documents = f"self.{_PER_CHANNEL.attribute}", "_opslot_cu_seqlens(kwargs)"
+    bound, documents = f"self.{_PER_CHANNEL.attribute}", "cu_seqlens_in(kwargs)"
     arguments = "hidden_states, cache_params, attention_mask"
     mixer = f"_opslot_mamba1(self, {arguments}, {documents})"
     patch.replace(forward, f"self.{_SLOW_MIXER}({arguments})", mixer, slot=_PER_CHANNEL)
@@ -477,7 +477,7 @@ class LightningAttention:
 
 
 def _write_lightning(forward: str, patch: PatchConfig) -> None:
-    bound, documents = f"self.{_SLOT.attribute}", "_opslot_cu_seqlens(kwargs)"
+    bound, documents = f"self.{_SLOT.attribute}", "cu_seqlens_in(kwargs)"
     alone = f"_opslot_lightning_by_document(self, hidden_states, {documents})"
     patch.insert_before(
         forward, _LIGHTNING_START, f"if {bound} is None and {documents} is not None:\n    return {alone}, None"

@@ -5,12 +5,20 @@ from typing import Any
 import torch
 
 from opslot.ops._common.activations import activation_name
-from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, QUACK, TRITON, gpu_kernel, triton_kernel
+from opslot.ops._common.specs import (
+    CUTLASS,
+    H200,
+    HALF_FLOATS,
+    QUACK,
+    TRITON,
+    add_gpu_kernel,
+    add_kernel,
+    add_triton_kernel,
+)
 from opslot.ops.moe_experts.op import OP
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest
 from opslot.slots.protocol import is_adapted
 
-_HERE = "opslot.ops.moe_experts"
 # The others compute the same GEMMs from other layouts, and have their priorities without a measurement.
 _MEASURED = ("standard", "clamped", "biased", "split")
 
@@ -58,28 +66,6 @@ def _gpu(variant: str) -> Any:
     return H200 if variant in _MEASURED else "gpu"
 
 
-def _grouped_mm(variant: str) -> KernelSpec:
-    return KernelSpec(
-        "grouped_mm",
-        "moe_experts",
-        variant,
-        f"{_HERE}.grouped_mm:{variant}",
-        priority={_gpu(variant): _grouped_mm_on_gpu, "cpu": _grouped_mm_on_cpu, "npu": 20},
-        portable=True,
-        description="tokens sorted by expert; torch's grouped GEMM on GPUs, mm in place on CPUs",
-    )
-
-
-def _fused_triton(variant: str) -> KernelSpec:
-    return triton_kernel(
-        "moe_experts",
-        variant,
-        name="fused_triton",
-        priority={_gpu(variant): _triton_priority},
-        description="grouped Triton GEMMs with gating and routing weights in their epilogues",
-    )
-
-
 # Forward + backward on an H200, bf16, one run of `opslot bench`. Qwen3-30B-A3B's layer at T=16384: fused_quack
 # 7.3 ms, fused_triton 7.5, grouped_mm 14.5, Transformers' grouped_mm 19.8, its loop 217; at T=2048: 1.8, 1.8, 3.1, 3.8,
 # 201; at T=256, which is host-bound: 2.0, 1.7, 1.7, 2.2, 196. DeepSeek-V3 slice: 28.8, 29.3, 38.2,
@@ -90,31 +76,43 @@ def _fused_triton(variant: str) -> KernelSpec:
 # 1.03 in fp16, the more experts the less.
 # The priorities on NPUs are not measured; they keep `auto` off Transformers' loop, which synchronizes for every expert.
 KERNEL_REGISTRY.register_op(OP)
-for _spec in (
-    *(_grouped_mm(variant) for variant in OP.variants),
-    *(_fused_triton(variant) for variant in OP.variants),
-    KernelSpec(
-        "fused_npu",
-        "moe_experts",
-        "standard",
-        f"{_HERE}.npu:standard",
-        HardwareRequirement("npu"),
-        requires=("torch_npu",),
-        dtypes=HALF_FLOATS,
-        priority={"npu": 80},
-        description="grouped_mm on Ascend's grouped GEMMs",
-    ),
-    gpu_kernel(
-        "fused_quack",
-        "moe_experts",
-        "standard",
-        "quack:standard",
-        (QUACK, CUTLASS, TRITON),
-        capability=(9, 0),
-        dtypes=HALF_FLOATS,
-        supports=lambda request: _silu(request) or _multiples_of_8(request),
-        priority={H200: _quack_priority},
-        description="quack-kernels' grouped CuTe GEMMs with gather and SwiGLU inside",
-    ),
-):
-    KERNEL_REGISTRY.register(_spec)
+for _variant in OP.variants:
+    add_kernel(
+        OP,
+        "grouped_mm",
+        "grouped_mm:{variant}",
+        [_variant],
+        priority={_gpu(_variant): _grouped_mm_on_gpu, "cpu": _grouped_mm_on_cpu, "npu": 20},
+        portable=True,
+        description="tokens sorted by expert; torch's grouped GEMM on GPUs, mm in place on CPUs",
+    )
+    add_triton_kernel(
+        OP,
+        [_variant],
+        name="fused_triton",
+        priority={_gpu(_variant): _triton_priority},
+        description="grouped Triton GEMMs with gating and routing weights in their epilogues",
+    )
+add_kernel(
+    OP,
+    "fused_npu",
+    "npu:{variant}",
+    ["standard"],
+    hardware=HardwareRequirement("npu"),
+    requires=("torch_npu",),
+    dtypes=HALF_FLOATS,
+    priority={"npu": 80},
+    description="grouped_mm on Ascend's grouped GEMMs",
+)
+add_gpu_kernel(
+    OP,
+    "fused_quack",
+    "quack:{variant}",
+    (QUACK, CUTLASS, TRITON),
+    ["standard"],
+    capability=(9, 0),
+    dtypes=HALF_FLOATS,
+    supports=lambda request: _silu(request) or _multiples_of_8(request),
+    priority={H200: _quack_priority},
+    description="quack-kernels' grouped CuTe GEMMs with gather and SwiGLU inside",
+)

@@ -1,8 +1,8 @@
 """patch_embed: registration of the op and of its kernel."""
 
-from opslot.ops._common.specs import H200
+from opslot.ops._common.specs import H200, add_kernel
 from opslot.ops.patch_embed.op import OP, patch_shape
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
 
 def _cpu_priority(request: KernelRequest) -> int | None:
@@ -19,14 +19,11 @@ def _cpu_priority(request: KernelRequest) -> int | None:
 #   Conv2d, 64 x 224 x 224, 16 to 768               1.04   0.57
 #   Conv2d, 4 x 512 x 512, 32 to 768                0.68   0.52
 KERNEL_REGISTRY.register_op(OP)
-KERNEL_REGISTRY.register(
-    KernelSpec(
-        "linear",
-        OP.name,
-        "standard",
-        "opslot.ops.patch_embed.linear:linear",
-        priority={H200: 80, "cpu": _cpu_priority},
-        portable=True,
-        description="one matmul over the flattened patches",
-    )
+add_kernel(
+    OP,
+    "linear",
+    "linear:linear",
+    priority={H200: 80, "cpu": _cpu_priority},
+    portable=True,
+    description="one matmul over the flattened patches",
 )

@@ -6,13 +6,13 @@ from opslot.ops._common.specs import (
     HALF_FLOATS,
     QUACK,
     TRITON,
+    add_gpu_kernel,
+    add_liger_kernel,
+    add_npu_kernel,
+    add_quack_kernel,
+    add_torch_kernel,
+    add_triton_kernel,
     fp32_priority,
-    gpu_kernel,
-    liger_kernel,
-    npu_kernel,
-    quack_kernel,
-    torch_kernel,
-    triton_kernel,
 )
 from opslot.ops.rms_norm.op import OP
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
@@ -33,59 +33,38 @@ def _multiple_of_8(request: KernelRequest) -> str | None:
 # gated_groups at the sizes of Nemotron-3-Nano and Bamba-9B, 8192 tokens: triton 0.26 and 0.40, eager 2.02 and 3.90.
 # gated_sigmoid: triton 0.32, 0.17 and 0.30, eager 4.07, 2.12 and 4.36.
 _GATED = ("gated_sigmoid", "gated_groups")
+_WEIGHTED = ("standard", "weight_offset", "cast_after_weight")
 KERNEL_REGISTRY.register_op(OP)
-for _variant in OP.variants:
-    _file = "gated_triton" if _variant in _GATED else "triton"
-    KERNEL_REGISTRY.register(
-        triton_kernel(
-            OP.name,
-            _variant,
-            file=_file,
-            priority={H200: 80},
-            description="one pass each way, deterministic",
-        )
+for _file, _variants in (("triton", [*(v for v in OP.variants if v not in _GATED)]), ("gated_triton", _GATED)):
+    _factory = f"{_file}:{{variant}}"
+    add_triton_kernel(
+        OP, _variants, factory=_factory, priority={H200: 80}, description="one pass each way, deterministic"
     )
     # A separate name that guarantees the property; `triton` also has it.
-    KERNEL_REGISTRY.register(
-        triton_kernel(
-            OP.name,
-            _variant,
-            name="batch_invariant",
-            file=_file,
-            description="triton, batch-invariant",
-        )
-    )
-for _variant in ("standard", "weight_offset", "cast_after_weight"):
-    KERNEL_REGISTRY.register(
-        liger_kernel(OP.name, _variant, priority={H200: 60}, description="Liger-Kernel, not in place")
-    )
-    KERNEL_REGISTRY.register(
-        torch_kernel(
-            OP.name, _variant, priority={"cpu": fp32_priority(60)}, description="plain torch with a custom backward"
-        )
-    )
-for _variant in ("standard", "weight_offset", "cast_after_weight", "unweighted"):
-    KERNEL_REGISTRY.register(
-        quack_kernel(
-            OP.name,
-            _variant,
-            quack=_QUACK_WITH_OFFSET if _variant == "weight_offset" else QUACK,
-            supports=_multiple_of_8,
-            priority={H200: 70},
-            description="quack-kernels, on CuTe",
-        )
+    add_triton_kernel(OP, _variants, name="batch_invariant", factory=_factory, description="triton, batch-invariant")
+add_liger_kernel(OP, _WEIGHTED, priority={H200: 60}, description="Liger-Kernel, not in place")
+add_torch_kernel(OP, _WEIGHTED, priority={"cpu": fp32_priority(60)}, description="plain torch with a custom backward")
+for _quack, _variants in (
+    (QUACK, ["standard", "cast_after_weight", "unweighted"]),
+    (_QUACK_WITH_OFFSET, ["weight_offset"]),
+):
+    add_quack_kernel(
+        OP,
+        _variants,
+        quack=_quack,
+        supports=_multiple_of_8,
+        priority={H200: 70},
+        description="quack-kernels, on CuTe",
     )
 # Not measured against triton, so `auto` never selects it.
-KERNEL_REGISTRY.register(
-    gpu_kernel(
-        "fla",
-        OP.name,
-        "gated",
-        "fla:gated",
-        (FLA, TRITON),
-        # In fp32 its forward has 14 times the error of eager code on an H200.
-        dtypes=HALF_FLOATS,
-        description="flash-linear-attention's kernel",
-    )
+add_gpu_kernel(
+    OP,
+    "fla",
+    "fla:{variant}",
+    (FLA, TRITON),
+    ["gated"],
+    # In fp32 its forward has 14 times the error of eager code on an H200.
+    dtypes=HALF_FLOATS,
+    description="flash-linear-attention's kernel",
 )
-KERNEL_REGISTRY.register(npu_kernel(OP.name, "standard", priority={"npu": 60}, description="torch_npu.npu_rms_norm"))
+add_npu_kernel(OP, ["standard"], priority={"npu": 60}, description="torch_npu.npu_rms_norm")

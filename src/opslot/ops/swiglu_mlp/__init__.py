@@ -6,7 +6,7 @@ measured within 5 % of eager there, or slower ([8192, 256], [8192, 768], [1024, 
 
 from collections.abc import Callable
 
-from opslot.ops._common.specs import H200, liger_kernel, triton_kernel
+from opslot.ops._common.specs import H200, add_liger_kernel, add_triton_kernel
 from opslot.ops.swiglu_mlp.op import OP, activation_of
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
@@ -34,20 +34,16 @@ def _liger_activations(request: KernelRequest) -> str | None:
 
 KERNEL_REGISTRY.register_op(OP)
 for _variant in OP.variants:
-    KERNEL_REGISTRY.register(
-        triton_kernel(
-            OP.name,
-            _variant,
-            priority={H200: _unless_narrow(80) if _variant == "standard" else 80},
-            description="recomputes the activation in backward",
-        )
+    add_triton_kernel(
+        OP,
+        [_variant],
+        priority={H200: _unless_narrow(80) if _variant == "standard" else 80},
+        description="recomputes the activation in backward",
     )
-KERNEL_REGISTRY.register(
-    liger_kernel(
-        OP.name,
-        "standard",
-        supports=_liger_activations,
-        priority={H200: _unless_narrow(40)},
-        description="Liger-Kernel, backward on copies",
-    )
+add_liger_kernel(
+    OP,
+    ["standard"],
+    supports=_liger_activations,
+    priority={H200: _unless_narrow(40)},
+    description="Liger-Kernel, backward on copies",
 )

@@ -1,6 +1,6 @@
 """unbind_qkv: registration of the op and of its kernels."""
 
-from opslot.ops._common.specs import H200, triton_kernel
+from opslot.ops._common.specs import H200, add_triton_kernel
 from opslot.ops.unbind_qkv.op import OP
 from opslot.slots import KERNEL_REGISTRY
 
@@ -9,12 +9,4 @@ KERNEL_REGISTRY.register_op(OP)
 # copies them. Of gradients that are contiguous, autograd's stack alone would be as fast.
 # Of slices (`sliced`), autograd adds three tensors that are zero outside of each slice: 8 layers of Phi-4's width train
 # in 583 ms a step on an H200 with this kernel, and in 588 ms without.
-for _variant in OP.variants:
-    KERNEL_REGISTRY.register(
-        triton_kernel(
-            OP.name,
-            _variant,
-            priority={H200: 80},
-            description="gradients of q, k and v gathered in one launch",
-        )
-    )
+add_triton_kernel(OP, priority={H200: 80}, description="gradients of q, k and v gathered in one launch")

@@ -1,0 +1,78 @@
+"""opslot discover."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+
+from opslot.cli import main
+from opslot.patchgen.engine import generate
+from opslot.patchgen.materialization import require_patch
+from opslot.patchgen.source import installed_release
+from opslot.patchgen.writing import patch_source
+
+
+def test_command(tmp_path, capsys):
+    assert main(["discover", "mistral"]) == 0
+    shown = capsys.readouterr().out
+    assert "MistralRMSNorm " in shown
+    assert "skipped" not in shown
+
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    assert main(["discover", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["architecture"] == "gemma3"
+    assert {"symbol": "Gemma3RMSNorm", "op": "rms_norm/weight_offset"} in report["matches"]
+    assert {"symbol": "Gemma3Attention", "op": "attention/causal"} in report["matches"]
+    assert main(["discover", "doge", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (attention,) = [row for row in report["skipped"] if row["op"] == "attention"]
+    assert attention["reason"] == "changes the attention mask"
+    assert report["problem"] == ""
+
+    assert main(["discover", "xlm"]) == 1
+    assert "no code that opslot has a form of" in capsys.readouterr().out
+
+
+def test_command_verifies_a_tiny_model(capsys):
+    assert main(["discover", "qwen3", "--checks", "eager,auto"]) == 0
+    output = capsys.readouterr().out
+    assert "qwen3: passed\n" in output
+    assert "loss and gradients equal Transformers' bit for bit" in output
+
+
+def test_command_verify_fails_with_a_reason(capsys):
+    assert main(["discover", "kyutai_speech_to_text", "--verify"]) == 1
+    assert "kyutai_speech_to_text: failed" in capsys.readouterr().out
+
+
+@pytest.mark.quick("qwen3_moe", "longcat_flash", "qwen2_5_omni")
+@pytest.mark.parametrize(
+    "arch", ["qwen3_moe", "gemma2", "glm4v", "deepseek_v3", "llama4", "longcat_flash", "qwen2_5_omni"]
+)
+def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatch, capsys):
+    file = tmp_path / f"written_{arch}.py"
+    assert main(["discover", arch, "-o", str(file)]) == 0
+    monkeypatch.syspath_prepend(tmp_path)
+    written = importlib.import_module(file.stem).patch
+    assert not written.discover
+    wanted = generate(require_patch(arch), installed_release())
+    assert generate(written, installed_release()) == wanted
+    assert patch_source(written) == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no architecture named"),
+        (["mistral", "--all"], "mistral and --all exclude each other"),
+        (["--all", "--verify"], "--verify, --checks and -o are for one architecture"),
+        (["mistrall"], "has no architecture 'mistrall'\n  hint: did you mean mistral"),
+        (["{folder}"], "is not a config.json with a model_type"),
+    ],
+)
+def test_invalid_usage_of_the_command_raises(arguments, message, tmp_path, capsys):
+    assert main(["discover", *(a.format(folder=tmp_path) for a in arguments)]) == 2
+    assert message in capsys.readouterr().err
