@@ -195,6 +195,25 @@ def test_quack_without_its_compiler_is_not_selected(monkeypatch):
         KERNEL_REGISTRY.resolve(request, "fused_quack")
 
 
+@pytest.mark.parametrize(
+    ("version", "folder", "reason"),
+    [
+        ("0.6.1", "libraries", None),
+        ("0.6.2", "lib/python3.12/site-packages/nvidia_cutlass_dsl/dsl_packages", None),
+        ("0.6.2", "libraries", "requires CuTe DSL in a site-packages folder with quack-kernels 0.6.2, found "),
+    ],
+)
+def test_quack_requires_an_installed_compiler(tmp_path, monkeypatch, version, folder, reason):
+    package = tmp_path / folder / "cutlass"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    monkeypatch.setattr("opslot.ops.moe_experts.package_version", lambda name: version)
+    request = KernelRequest("moe_experts", "standard", DeviceFacts("gpu", (9, 0)), torch.bfloat16)
+    found = KERNEL_REGISTRY.get("moe_experts", "standard", "fused_quack").supports(request)
+    assert found == (reason and f"{reason}{package}")
+
+
 def test_npu_without_npu_raises_with_alternatives():
     request = KernelRequest("moe_experts", "standard", CPU, torch.float32)
     with pytest.raises(ConfigError) as caught:

@@ -1,9 +1,13 @@
 """moe_experts: registration of the op and of its kernels."""
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
+from opslot._base.device import package_version
 from opslot.ops._common.activations import activation_name
 from opslot.ops._common.specs import (
     CUTLASS,
@@ -61,6 +65,19 @@ def _silu(request: KernelRequest) -> str | None:
     return f"supports SiLU, the experts' activation is {type(activation).__name__}"
 
 
+def _gated_gemms(request: KernelRequest) -> str | None:
+    """From 0.6.2 on, quack identifies a gated GEMM by the source of the functions that it calls, which fails for those
+    of CuTe DSL unless their path shows that they are an installed package's."""
+    version = package_version("quack-kernels")
+    if version is None or Version(version) < Version("0.6.2"):
+        return None
+    spec = importlib.util.find_spec("cutlass")
+    folder = next(iter(spec.submodule_search_locations or ()), "") if spec else ""
+    if {"site-packages", "dist-packages"} & set(Path(folder).parts):
+        return None
+    return f"requires CuTe DSL in a site-packages folder with quack-kernels {version}, found {folder}"
+
+
 def _gpu(variant: str) -> Any:
     """The GPUs that priorities hold for: those measured, or all."""
     return H200 if variant in _MEASURED else "gpu"
@@ -112,7 +129,7 @@ add_gpu_kernel(
     ["standard"],
     capability=(9, 0),
     dtypes=HALF_FLOATS,
-    supports=lambda request: _silu(request) or _multiples_of_8(request),
+    supports=lambda request: _silu(request) or _multiples_of_8(request) or _gated_gemms(request),
     priority={H200: _quack_priority},
     description="quack-kernels' grouped CuTe GEMMs with gather and SwiGLU inside",
 )
