@@ -80,6 +80,16 @@ def test_auto_replaces_default_attention(default):
     assert model.config._attn_implementation == default
 
 
+def test_auto_without_a_usable_kernel_keeps_sdpa():
+    """On a CPU no kernel has dropout, and Transformers' sdpa is what the model would have run."""
+    config = config_of()
+    config.attention_dropout = 0.1
+    model = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
+    assert attention(opslot.apply(model, device="cpu")) == [("eager", "sdpa")]
+    assert attention(opslot.bind(model, {"attn_implementation": "eager"}, device="cpu")) == [("eager", "eager")]
+    assert attention(opslot.bind(model, device="cpu")) == [("eager", "sdpa")]
+
+
 @pytest.fixture
 def skipped_attention(monkeypatch):
     """Qwen-3 as if discovery had skipped its attention."""

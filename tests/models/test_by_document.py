@@ -49,6 +49,26 @@ def test_alibi_of_several_rows():
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("ops", ["auto", "eager"])
+def test_positions_that_restart_separate_documents_without_naming_use_cache(ops):
+    """Transformers' masks ignore such positions where there is a cache, which models make by default."""
+    config = tiny_config("qwen3")
+    model = random_model(config).eval()
+    assert model.config.use_cache
+    opslot.apply(model, ops)
+    ids = random_ids(config)
+    positions = torch.cat([torch.arange(12), torch.arange(8)]).expand(2, -1)
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions)
+        alone = [model(input_ids=document).logits for document in ids.split([12, 8], 1)]
+        whole = model(input_ids=ids, position_ids=torch.arange(20).expand(2, -1))
+    assert packed.past_key_values is None
+    assert whole.past_key_values.get_seq_length() == 20
+    torch.testing.assert_close(packed.logits, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+    opslot.restore(model)
+    assert model(input_ids=ids, position_ids=positions).past_key_values is not None
+
+
 @pytest.fixture(scope="module")
 def deepseek_v4():
     config = tiny_config("deepseek_v4")

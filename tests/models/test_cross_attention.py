@@ -188,3 +188,24 @@ def test_output_of_a_last_position_that_is_padding(arch):
     opslot.apply(model, {"attn_implementation": "triton"})
     for name in ("pooler_output", "last_hidden_state"):
         torch.testing.assert_close(getattr(model(**batch), name), getattr(expected, name), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("arch", "kernel"), [("bert", "triton"), ("bert", "sdpa"), ("llama", "sdpa")])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_question_answering_reads_padding(arch, kernel, side):
+    """Its loss compares all positions, so those of padding must be what Transformers' sdpa makes of them."""
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    config = tiny_config(arch)
+    original = getattr(transformers, f"{arch.capitalize()}ForQuestionAnswering")._from_config(config).float().eval()
+    ids = torch.randint(3, config.vocab_size, (3, SOURCE), generator=torch.Generator().manual_seed(0))
+    answers = torch.full((3,), SOURCE - 1 if side == "left" else 0)
+    batch = {"input_ids": ids, "attention_mask": padding(side), "start_positions": answers, "end_positions": answers}
+
+    def gradients(model):
+        loss = model(**batch).loss
+        return {"loss": loss.detach(), "weight": torch.autograd.grad(loss, model.get_input_embeddings().weight)[0]}
+
+    model = copy.deepcopy(original)
+    opslot.apply(model, {"attn_implementation": kernel})
+    assert not worst_difference(gradients(model), gradients(original))

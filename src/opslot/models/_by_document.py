@@ -1,26 +1,36 @@
-"""Hooks by which modules that run once for each packed document get the boundaries of the documents."""
+"""Hooks that keep packed documents apart: boundaries for modules that run once for each, and no cache for models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from opslot.ops._common.documents import add_documents, models_around
+from opslot.ops._common.documents import add_documents, given_arguments, models_around, positions_of_documents
 from opslot.slots.protocol import modules_by_document
 
 
 def give_documents(model: nn.Module) -> None:
-    """Let the models around modules that run for each document derive cu_seqlens from positions that restart."""
-    for holder in models_around(model, [path for path, _ in modules_by_document(model)]):
-        if _add_documents not in holder._forward_pre_hooks.values():
-            holder.register_forward_pre_hook(_add_documents, with_kwargs=True)
+    """Let models separate documents by positions that restart.
+
+    Those around modules that run for each document derive cu_seqlens, and those with attention make no cache.
+    """
+    attention = [path for path, module in model.named_modules() if "Attention" in type(module).__name__]
+    for hook, inside in (
+        (_add_documents, [path for path, _ in modules_by_document(model)]),
+        (_without_cache, attention),
+    ):
+        for holder in models_around(model, inside):
+            if hook not in holder._forward_pre_hooks.values():
+                holder.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def stop_giving_documents(model: nn.Module) -> None:
     """Undo `give_documents`."""
     remove_forward_pre_hooks(model, _add_documents)
+    remove_forward_pre_hooks(model, _without_cache)
 
 
 def remove_forward_pre_hooks(model: nn.Module, hook: Callable[..., Any]) -> None:
@@ -34,3 +44,17 @@ def remove_forward_pre_hooks(model: nn.Module, hook: Callable[..., Any]) -> None
 def _add_documents(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """`add_documents`, which ops register too, as a function that only `stop_giving_documents` removes."""
     return add_documents(model, args, kwargs)
+
+
+def _without_cache(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: no cache of packed documents, unless asked for, since with one Transformers' masks ignore
+    positions that restart."""
+    if kwargs.get("use_cache") is not None or not getattr(model.config, "use_cache", False):
+        return None
+    positions = positions_of_documents(given_arguments(args, kwargs))
+    if positions is None:
+        return None
+    # A compiled model cannot read positions, and training needs no cache.
+    compiling = torch.compiler.is_compiling()
+    packed = torch.is_grad_enabled() if compiling else bool((positions.diff(dim=1) != 1).any())
+    return (args, {**kwargs, "use_cache": False}) if packed else None

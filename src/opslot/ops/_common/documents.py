@@ -127,21 +127,32 @@ def remove_hooks(model: nn.Module, hooks: list[Any]) -> None:
         hook.remove()
 
 
-# Transformers' decoders take input_ids, attention_mask and position_ids in this order.
-_POSITIONAL = ("input_ids", "attention_mask", "position_ids")
+def given_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a decoder's forward by name."""
+    return {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+
+
+def positions_of_documents(given: Mapping[str, Any]) -> Tensor | None:
+    """position_ids [B, S] of a forward's arguments where they may restart at documents; None where not."""
+    positions = given.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == 4:
+        # Those of the text, followed by time, height and width.
+        positions = positions[0]
+    known = any(given.get(name) is not None for name in ("attention_mask", "past_key_values"))
+    return positions if isinstance(positions, Tensor) and positions.dim() == 2 and not known else None
+
+
+# Transformers' decoders take them in this order.
+_POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 
 
 def add_documents(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook: the boundaries of the documents whose positions [B, S] restart, as keyword arguments."""
-    given = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
-    positions = given.get("position_ids")
-    if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == 4:
-        # Those of the text, followed by time, height and width.
-        positions = positions[0]
-    known = ("attention_mask", "past_key_values", "cu_seq_lens_q", "seq_idx")
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or any(given.get(name) is not None for name in known):
+    given = given_arguments(args, kwargs)
+    positions = positions_of_documents(given)
+    if positions is None or any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
         return None
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=1) != 1

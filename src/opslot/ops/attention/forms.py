@@ -170,12 +170,16 @@ class CuSeqlensForFlash:
 
 @dataclass(frozen=True)
 class ReadsPadding:
-    """Encoders whose output is the last position's, which may be padding and attends to the tokens before it."""
+    """Encoders whose output is the last position's, which may be padding and attends to the tokens before it, and
+    question answering, whose loss compares all positions with that of the answer."""
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:
         for name, forward in module.methods():
             text = module.text(forward)
             if "create_bidirectional_mask(" in text and re.search(r"= last_hidden_state\[:, -1, :\]", text):
+                yield ClassFact(name, READS_PADDING, True)
+        for name in module.classes:
+            if "ForQuestionAnswering" in name:
                 yield ClassFact(name, READS_PADDING, True)
 
 

@@ -339,7 +339,7 @@ def mask_function(
             if any_mask:
                 return own(**given)
             return dense_or_raise(given)
-        if compiling and at_padding and attention_mask is not None:
+        if at_padding and attention_mask is not None and (compiling or _needs_padding(pattern, attention_mask)):
             return own(**given) if any_mask else dense_or_raise(given)
         if compiling:
             return _chunked(given) or own(**given)
@@ -365,6 +365,11 @@ def mask_function(
         return dense_or_raise(given)
 
     return mask
+
+
+def _needs_padding(pattern: _Pattern | None, attention_mask: Tensor) -> bool:
+    """Whether no `Layout` lets queries that are padding attend to the keys that are not."""
+    return pattern not in (None, _BIDIRECTIONAL) and not bool(attention_mask.all())
 
 
 def _with_documents(mask: Tensor, batch: int, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:

@@ -95,10 +95,9 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
 
     previous = model.config._attn_implementation
     if kernel is None:
-        # Transformers' code: "eager" if selected, else what the model has, unless no kernel supports it.
-        kept = slot.kept and not slot.resolution.explicit
+        # Transformers' code: "eager" if named, else what the model has.
         needed = next(filter(None, map(masks_of, _modules_of(model))), None)
-        return _set(model, needed or (previous if kept else "eager"))
+        return _set(model, needed or ("eager" if slot.resolution.explicit else previous))
     mask_function: Any = getattr(kernel, "mask_function", None)
     if mask_function is None:
         raise KernelError(
