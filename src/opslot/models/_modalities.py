@@ -166,16 +166,19 @@ def computes_features_inside(model: nn.Module) -> bool:
 def keep_documents_from_towers(model: nn.Module) -> None:
     """Pass `cu_seq_lens_q` and the like only to the language model: they are not the sequences of towers.
 
-    Transformers' models pass all keyword arguments to both.
+    Transformers' models pass all keyword arguments to both, with `position_ids` among them where their forward does not
+    name it (InstructBLIP's Q-Formers would take them as those of their own text).
     """
     holder = feature_module(model)
     if holder is None:
         return
     decoder = holder.get_decoder()
+    names_positions = "position_ids" in inspect.signature(type(holder).forward).parameters
+    hook = _without_documents if names_positions else _without_positions
     for child in holder.children():
-        known = _without_documents in child._forward_pre_hooks.values()
+        known = hook in child._forward_pre_hooks.values()
         if not known and _takes_documents(child) and all(module is not decoder for module in child.modules()):
-            child.register_forward_pre_hook(_without_documents, with_kwargs=True)
+            child.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _takes_documents(module: nn.Module) -> bool:
@@ -186,11 +189,16 @@ def _takes_documents(module: nn.Module) -> bool:
 
 def stop_keeping_documents_from_towers(model: nn.Module) -> None:
     """Undo `keep_documents_from_towers`."""
-    remove_forward_pre_hooks(model, _without_documents)
+    for hook in (_without_documents, _without_positions):
+        remove_forward_pre_hooks(model, hook)
 
 
 def _without_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {name: value for name, value in kwargs.items() if name not in _DOCUMENTS}
+
+
+def _without_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    return _without_documents(module, args, {name: value for name, value in kwargs.items() if name != "position_ids"})
 
 
 def _source(cls: type) -> str:

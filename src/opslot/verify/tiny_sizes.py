@@ -72,7 +72,7 @@ SIZES: dict[str, Any] = {
     **_equal(
         16, "num_position_embeddings position_embedding_size window_size context_size vision_soft_tokens_per_image"
     ),
-    **_equal(4, "pos_emb_height pos_emb_width mm_tokens_per_image"),
+    **_equal(4, "pos_emb_height pos_emb_width mm_tokens_per_image num_query_tokens"),
     "max_source_positions": 24,
     "audio_soft_tokens_per_image": 8,
     "insert_layer_id": 1,
