@@ -23,6 +23,7 @@ from opslot.distributed.dummy import dummy_forward
 from opslot.models._audio import AudioInputs
 from opslot.models._by_document import remove_forward_pre_hooks
 from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers, transformers_model
+from opslot.models._decoder import decoder_in
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
 from opslot.models._shared_images import INTERNAL_STATES, pooled_features, share_images
@@ -62,7 +63,7 @@ class Towers:
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
         config = holder.config
-        reader = holder.get_encoder() if getattr(config, "is_encoder_decoder", False) else holder.get_decoder()
+        reader = holder.get_encoder() if getattr(config, "is_encoder_decoder", False) else decoder_in(holder)
         reader.register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
 
 
@@ -89,7 +90,7 @@ def find_towers(model: nn.Module) -> Towers:
             given[name].default is not inspect.Parameter.empty for name in inlined_inputs(model).values()
         )
         return Towers({}, False, encoders_of(model)) if are_optional else Towers({})
-    if holder.get_decoder() is holder:
+    if decoder_in(holder) is holder:
         # No module between its layers and the features, before which the others could run (Chameleon).
         return Towers({}, False, encoders_of(model))
     source = inspect.getsource(type(holder).forward)
@@ -154,7 +155,7 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     holder = feature_module(model)
     whole = next((module.config for module in model.modules() if hasattr(module, "config")), None)
     attends_to_encoder = getattr(whole, "is_encoder_decoder", False)
-    return None if holder is None or attends_to_encoder else holder.get_decoder()
+    return None if holder is None or attends_to_encoder else decoder_in(holder)
 
 
 def computes_features_inside(model: nn.Module) -> bool:
@@ -172,7 +173,7 @@ def keep_documents_from_towers(model: nn.Module) -> None:
     holder = feature_module(model)
     if holder is None:
         return
-    decoder = holder.get_decoder()
+    decoder = decoder_in(holder)
     names_positions = "position_ids" in inspect.signature(type(holder).forward).parameters
     hook = _without_documents if names_positions else _without_positions
     for child in holder.children():
@@ -266,7 +267,7 @@ def _zero_of_projections(holder: Any) -> Tensor:
 
     They are in the FSDP group of the root, so that their parameters are whole here. An output head has its own.
     """
-    decoder = holder.get_decoder()
+    decoder = decoder_in(holder)
     source = _source(type(holder))
     applied = [child for name, child in holder.named_children() if f"self.{name}(" in source]
     applied = [child for child in applied if not isinstance(child, FSDPModule)]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from opslot._base.errors import ConfigError
+from opslot.models._decoder import decoder_in
 from opslot.slots.protocol import trained_model
 
 PARTS = ("vision", "audio", "merger", "language_model")
@@ -89,4 +90,4 @@ def language_model_of(model: Any) -> Any:
         found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
         if found:
             return found[0]
-    return trained_model(model).get_decoder()
+    return decoder_in(trained_model(model))

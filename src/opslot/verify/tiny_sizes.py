@@ -104,9 +104,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGAZ": 58, "IMGIMGBZ": 59}},
     "chameleon_vqgan": {"num_embeddings": 2},
     "emu3_vqgan": {"codebook_size": 2, "hidden_size": 128},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    **dict.fromkeys(("deepseek_ocr2_text", "unlimited_ocr_text"), {"mlp_layer_types": ["dense", "sparse"]}),
     # The last is the width of the encoder behind it.
-    "deepseek_ocr2_sam_vision_model": {"downsample_channels": [16, 32]},
+    **dict.fromkeys(
+        ("deepseek_ocr2_sam_vision_model", "unlimited_ocr_sam_vision_model"), {"downsample_channels": [16, 32]}
+    ),
     # Layers of the encoder whose features are added before layers of the language model.
     "granite4_vision": {
         "downsample_rate": "1/2",
