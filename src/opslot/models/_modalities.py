@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from opslot._base.errors import ConfigError
@@ -215,11 +216,14 @@ class _Run:
         self.pending: list[str] = []
         self.zeros: list[Tensor] = []
         self.computing = False
+        # Norms whose statistics dummy inputs of this forward pass must not change.
+        self.kept: list[nn.Module] = []
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook of the model."""
         self.pending = list(self.dummies)
         self.zeros = []
+        self._train_norms()
 
     def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """In place of the method `name`: before it, the dummy inputs of modalities that come earlier."""
@@ -248,10 +252,22 @@ class _Run:
 
     def _run_pending(self, names: list[str]) -> None:
         self.pending = [name for name in self.pending if name not in names]
-        if names:
-            self.zeros.append(_zero_of_projections(self.holder))
+        if not names:
+            return
+        self.zeros.append(_zero_of_projections(self.holder))
+        self.kept = [m for m in self.holder.modules() if isinstance(m, _BatchNorm) and m.training]
+        for norm in self.kept:
+            norm.eval()
         for name in names:
             self.zeros.append(dummy_forward(_Features(partial(self._call, name)), **(self.dummies[name]() or {})))
+        if len(names) < len(self.dummies):
+            # Other inputs are real. Else activation checkpointing runs the dummy inputs again in backward.
+            self._train_norms()
+
+    def _train_norms(self) -> None:
+        for norm in self.kept:
+            norm.train(self.holder.training)
+        self.kept = []
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # A method may call another one: that of videos often calls that of images.

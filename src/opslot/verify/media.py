@@ -81,7 +81,7 @@ def _samples(own: Collection[str], find: Callable[[Sequence[str]], tuple[Batch |
     batches: dict[str, Batch] = {}
     missing: dict[str, str] = {}
     for name, kinds in SAMPLES.items():
-        taken = tuple(kind for kind in kinds if kind in own)
+        taken = tuple(kind for kind in kinds if kind in own and (name == kind or kind not in missing))
         if name in KINDS and name not in own:
             if name != "audio" and "image" in own:
                 missing[name] = f"it takes no {name}s"
