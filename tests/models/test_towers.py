@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.models._modalities import _zero_of_projections, find_towers
+from opslot.models._parts import parts_of
 from opslot.verify.media import media_samples
 from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config
@@ -136,3 +137,18 @@ def test_dummy_inputs_keep_the_statistics_of_batch_norms(name):
     samples = media_samples(random_model(model.config).eval())
     model(**samples.batches["audio"], use_cache=False)
     assert not all(torch.equal(norm.running_mean, old) for norm, old in zip(norms, before, strict=True))
+
+
+@pytest.mark.quick("granite_speech-*")
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("granite_speech", {"encoder"}),
+        ("vibevoice_asr", {"acoustic_tokenizer_encoder", "semantic_tokenizer_encoder"}),
+    ],
+)
+def test_audio_encoders_whose_config_has_another_name(name, paths):
+    """They were part of the merger."""
+    parts = parts_of(random_model(tiny_config(name)))
+    assert {parameter.split(".")[1] for parameter in parts["audio"]} == paths
+    assert all("projector" in parameter for parameter in parts["merger"])

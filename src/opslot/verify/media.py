@@ -31,7 +31,7 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "image": ("image", "image"),
     "video": ("video",),
     "audio": ("audio", "audio"),
-    "mixed": ("image", "video", "audio", "image"),
+    "mixed": ("image", "video", "audio", "image", "audio"),
 }
 # How the reason of a missing sample begins where the model raised an error.
 RAISES = "Transformers raises"

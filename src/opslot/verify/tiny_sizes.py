@@ -157,6 +157,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         "vision_hidden_size": 32,
     },
+    "muse_spark_audio": {"hidden_sizes": [16, 16, 32, 32]},
+    "muse_spark_text": {"moe_hidden_size": 32},
+    # With one key, gradients of queries are rounding errors.
+    "pp_formulanet_vision": {"image_size": 2 * IMAGE},
+    # Its features have noise.
+    "vibevoice_acoustic_tokenizer_encoder": {
+        "num_filters": 4,
+        "downsampling_ratios": [2, 2],
+        "depths": [1, 1, 1],
+        "vae_std": 0.0,
+    },
     # Ids of images and audio have embeddings of their own, behind those of text.
     "gemma3n": {"image_token_id": 49, "audio_token_id": 57},
     # The number of its channels is in timm's code.
