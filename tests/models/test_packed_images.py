@@ -7,7 +7,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import opslot
 from opslot.data.rope_positions import RopePositions
-from opslot.models._modalities import features_of, keep_documents_from_towers
+from opslot.models._modalities import computes_features_inside, decoder_of, features_of, keep_documents_from_towers
 from opslot.verify.media import media_samples, packed_samples
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -20,14 +20,19 @@ def build(name):
     return model, packed_samples(RopePositions(config, type(model).__name__), samples)
 
 
-@pytest.mark.quick("qwen3_vl", "kimi_k25", "gemma3", "llava", "glm4v")
+@pytest.mark.quick("qwen3_vl", "kimi_k25", "gemma3", "llava", "glm4v", "instructblipvideo")
 @pytest.mark.parametrize(
-    "name", ["qwen3_vl", "kimi_k25", "gemma3", "llava", "glm4v", "deepseek_ocr2", "granite4_vision"]
+    "name",
+    ["qwen3_vl", "kimi_k25", "gemma3", "llava", "glm4v", "instructblipvideo", "deepseek_ocr2", "granite4_vision"],
 )
 def test_packed_equals_alone(name):
-    """kimi_k25 passes cu_seq_lens_q to its tower; gemma3's image tokens see each other in documents alone."""
+    """kimi_k25 passes cu_seq_lens_q to its tower; gemma3's image tokens see each other in documents alone.
+
+    instructblipvideo passes position_ids to its Q-Former, which has position embeddings of its own text.
+    """
     model, (packed, alone) = build(name)
     assert any("pixel_values" in row for row in packed)
+    assert all(len(row["cu_seq_lens_q"]) > 2 for row in packed[:1])
     opslot.apply(model, "auto")
     assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
 
@@ -62,6 +67,29 @@ class _Features(nn.Module):
 class _Encoder(nn.Module):
     def forward(self, x, **kwargs):
         return x
+
+
+class _Thinker(_Features):
+    """A model whose `get_decoder` returns itself, as those of Qwen's Omni models in Transformers 5.9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = self.language_model
+        self.model.get_decoder = lambda: self.model
+        del self.language_model
+
+    def get_decoder(self) -> nn.Module:
+        return self
+
+    def forward(self, pixel_values, **kwargs):
+        return self.lm_head(self.model(self.get_image_features(pixel_values, **kwargs), **kwargs))
+
+
+def test_language_model_of_a_model_that_returns_itself():
+    """Such models could not be packed, and the tokens of their samples were not compared with their features."""
+    model = _Thinker()
+    assert decoder_of(model) is model.model
+    assert not computes_features_inside(model)
 
 
 def test_output_head_beside_encoders_has_no_hooks():

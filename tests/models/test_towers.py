@@ -11,7 +11,10 @@ from transformers import AutoModelForImageTextToText
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.models._modalities import _zero_of_projections
+from opslot.models._modalities import _zero_of_projections, find_towers
+from opslot.models._parts import parts_of
+from opslot.verify.media import media_samples
+from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config
 from tests.models.test_host_inputs import TOWERS, batch_of, build
 
@@ -114,3 +117,38 @@ def test_features_that_layers_alone_read_raise_for_several_ranks():
     model = random_model(tiny_config("granite4_vision"))
     with pytest.raises(ConfigError, match="Granite4VisionModel cannot train on several ranks"):
         find_towers(model)
+
+
+@pytest.mark.quick("granite_speech")
+@pytest.mark.parametrize("name", ["granite_speech", "nemotron_h_omni"])
+def test_dummy_inputs_keep_the_statistics_of_batch_norms(name):
+    """A rank with text alone changed those of a Conformer, and raised an error for inputs of one frame."""
+    model = random_model(tiny_config(name)).train()
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+    before = [norm.running_mean.clone() for norm in norms]
+    find_towers(model).run_on_every_rank(model)
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = random_ids(model.config)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert norms
+    assert all(torch.equal(norm.running_mean, old) for norm, old in zip(norms, before, strict=True))
+    samples = media_samples(random_model(model.config).eval())
+    model(**samples.batches["audio"], use_cache=False)
+    assert not all(torch.equal(norm.running_mean, old) for norm, old in zip(norms, before, strict=True))
+
+
+@pytest.mark.quick("granite_speech-*")
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("granite_speech", {"encoder"}),
+        ("vibevoice_asr", {"acoustic_tokenizer_encoder", "semantic_tokenizer_encoder"}),
+    ],
+)
+def test_audio_encoders_whose_config_has_another_name(name, paths):
+    """They were part of the merger."""
+    parts = parts_of(random_model(tiny_config(name)))
+    assert {parameter.split(".")[1] for parameter in parts["audio"]} == paths
+    assert all("projector" in parameter for parameter in parts["merger"])

@@ -328,6 +328,12 @@ def test_other_forms_of_images(arch, samples):
         ("emu3", ("text", "image")),
         ("instructblip", ("image",)),
         ("instructblipvideo", ("video",)),
+        # Rows and columns of patches; an optional audio encoder.
+        ("nemotron_h_omni", ("text", "image", "audio", "mixed")),
+        ("unlimited_ocr", ("text", "image")),
+        ("vibevoice_asr", ("text", "audio")),
+        ("muse_spark", ("text", "image", "video", "audio", "mixed")),
+        ("pp_formulanet", ("image",)),
     ],
 )
 def test_inputs_of_images_and_audio_are_derived(arch, samples):

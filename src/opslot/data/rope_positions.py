@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Parameters of `get_rope_index` that processors name differently.
 _ALIASES = {"second_per_grids": "video_second_per_grid", "audio_seqlens": "feature_attention_mask"}
+# Methods that the forward of a model with such positions calls.
+_CALLED = ("self.get_rope_index(", "self.compute_3d_position_ids(")
 
 
 class RopePositions:
@@ -45,11 +47,13 @@ class RopePositions:
 
     @cached_property
     def _module(self) -> Any:
-        return next((module for module in self.model.modules() if hasattr(module, "get_rope_index")), None)
+        """The module whose forward computes positions; some classes inherit the method and do not call it."""
+        found = (module for module in self.model.modules() if hasattr(module, "get_rope_index"))
+        return next((module for module in found if any(name in _source(type(module)) for name in _CALLED)), None)
 
     @property
     def axes(self) -> int:
-        """Axes of the positions; 1 for a model without `get_rope_index`."""
+        """Axes of the positions; 1 for a model that does not call `get_rope_index`."""
         return 1 if self._module is None else 3
 
     @cached_property

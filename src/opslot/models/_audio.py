@@ -14,6 +14,8 @@ from opslot.models._probe import Inputs, Probe, find_once
 METHOD = "get_audio_features"
 # Names of inputs: mel features, a waveform, or codes.
 _KINDS = ("input_features", "input_values", "audio_input_ids")
+# Names of the config of an audio encoder.
+AUDIO_CONFIGS = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config")
 _SHORT = tuple(2**n for n in range(9))
 _LONGEST = 6000
 _USUAL_MELS = (80, 128)
@@ -33,9 +35,8 @@ class AudioInputs:
             for name, p in inspect.signature(getattr(type(holder), METHOD)).parameters.items()
             if p.kind is not p.VAR_KEYWORD and name != "self"
         }
-        self._config: Any = getattr(holder.config, "audio_config", None) or getattr(
-            holder.config, "encoder_config", None
-        )
+        configs = (getattr(holder.config, name, None) for name in AUDIO_CONFIGS)
+        self._config: Any = next((config for config in configs if config is not None), None)
 
     def make(self, count: int = 1) -> Inputs | None:
         """Arguments for `count` such audios on the module's device; None where they are unknown."""
@@ -79,7 +80,8 @@ class AudioInputs:
     def _forms(self, name: str, length: int, model: nn.Module) -> Iterator[Tensor]:
         """Features of one audio of `length` frames or samples, in each order of dims that an encoder may take."""
         if name == "input_values":
-            yield torch.ones(1, length)
+            # Some have a dim of channels.
+            yield from (torch.ones(1, length), torch.ones(1, 1, length))
         elif name == "audio_input_ids":
             yield from (torch.ones(1, length, size, dtype=torch.int64) for size in self._sizes())
         else:

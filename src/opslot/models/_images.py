@@ -97,6 +97,8 @@ class _Reader:
             return self._any_size(sizes) if hasattr(self.tower, _FACTOR) else self._one_size(sizes)
         if f"{self.kind}_grid_thw" in self.parameters:
             return self._patches(sizes)
+        if f"{self.kind}_grid_hw" in self.parameters:
+            return self._flat_patches(sizes)
         if f"{self.kind}_position_ids" in self.parameters:
             return self._placed_patches(sizes)
         if any(name.startswith("target_sizes") for name in self.parameters):
@@ -122,6 +124,16 @@ class _Reader:
         if f"{self.kind}_merge_sizes" in self.parameters:
             found[f"{self.kind}_merge_sizes"] = self._integers([merge] * len(sizes))
         return found
+
+    def _flat_patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """Patches of all images in one sequence, with their rows and columns."""
+        merge = self._merge()
+        grid = [[height * merge, width * merge] for _, height, width in sizes]
+        count = sum(map(math.prod, grid))
+        return {
+            self.pixels: self._ones(count, self._channels() * self._patch_area()),
+            f"{self.kind}_grid_hw": self._integers(grid),
+        }
 
     def _placed_patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
         """Patches of each image (or frame), padded to those of the largest, with their positions; -1 is padding."""
@@ -263,7 +275,8 @@ class _Reader:
     def _merge(self) -> int:
         """Patches along each axis that become one token."""
         found = (getattr(config, name, None) for config in (self.vision, self.holder.config) for name in _MERGE)
-        return next((_pair(value)[0] for value in found if value is not None), 1)
+        ratio = getattr(self.holder.config, "downsample_ratio", None)
+        return next((_pair(value)[0] for value in found if value is not None), round(1 / ratio) if ratio else 1)
 
     def _image_size(self, config: Any) -> tuple[int, int] | None:
         nested = (getattr(config, name, None) for name in config.sub_configs)

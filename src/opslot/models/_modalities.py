@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from opslot._base.errors import ConfigError
@@ -24,6 +25,7 @@ from opslot.distributed.dummy import dummy_forward
 from opslot.models._audio import AudioInputs
 from opslot.models._by_document import remove_forward_pre_hooks
 from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers, transformers_model
+from opslot.models._decoder import decoder_in
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
 from opslot.models._shared_images import INTERNAL_STATES, pooled_features, share_images
@@ -63,7 +65,7 @@ class Towers:
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
         config = holder.config
-        reader = holder.get_encoder() if getattr(config, "is_encoder_decoder", False) else holder.get_decoder()
+        reader = holder.get_encoder() if getattr(config, "is_encoder_decoder", False) else decoder_in(holder)
         reader.register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
 
 
@@ -90,7 +92,7 @@ def find_towers(model: nn.Module) -> Towers:
             given[name].default is not inspect.Parameter.empty for name in inlined_inputs(model).values()
         )
         return Towers({}, False, encoders_of(model)) if are_optional else Towers({})
-    if holder.get_decoder() is holder:
+    if decoder_in(holder) is holder:
         # No module between its layers and the features, before which the others could run (Chameleon).
         return Towers({}, False, encoders_of(model))
     source = forward_source(type(holder))
@@ -155,7 +157,7 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     holder = feature_module(model)
     whole = next((module.config for module in model.modules() if hasattr(module, "config")), None)
     attends_to_encoder = getattr(whole, "is_encoder_decoder", False)
-    return None if holder is None or attends_to_encoder else holder.get_decoder()
+    return None if holder is None or attends_to_encoder else decoder_in(holder)
 
 
 def computes_features_inside(model: nn.Module) -> bool:
@@ -167,16 +169,19 @@ def computes_features_inside(model: nn.Module) -> bool:
 def keep_documents_from_towers(model: nn.Module) -> None:
     """Pass `cu_seq_lens_q` and the like only to the language model: they are not the sequences of towers.
 
-    Transformers' models pass all keyword arguments to both.
+    Transformers' models pass all keyword arguments to both, with `position_ids` among them where their forward does not
+    name it (InstructBLIP's Q-Formers would take them as those of their own text).
     """
     holder = feature_module(model)
     if holder is None:
         return
-    decoder = holder.get_decoder()
+    decoder = decoder_in(holder)
+    names_positions = "position_ids" in inspect.signature(type(holder).forward).parameters
+    hook = _without_documents if names_positions else _without_positions
     for child in holder.children():
-        known = _without_documents in child._forward_pre_hooks.values()
+        known = hook in child._forward_pre_hooks.values()
         if not known and _takes_documents(child) and all(module is not decoder for module in child.modules()):
-            child.register_forward_pre_hook(_without_documents, with_kwargs=True)
+            child.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _takes_documents(module: nn.Module) -> bool:
@@ -187,11 +192,16 @@ def _takes_documents(module: nn.Module) -> bool:
 
 def stop_keeping_documents_from_towers(model: nn.Module) -> None:
     """Undo `keep_documents_from_towers`."""
-    remove_forward_pre_hooks(model, _without_documents)
+    for hook in (_without_documents, _without_positions):
+        remove_forward_pre_hooks(model, hook)
 
 
 def _without_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {name: value for name, value in kwargs.items() if name not in _DOCUMENTS}
+
+
+def _without_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    return _without_documents(module, args, {name: value for name, value in kwargs.items() if name != "position_ids"})
 
 
 class _Run:
@@ -203,11 +213,14 @@ class _Run:
         self.pending: list[str] = []
         self.zeros: list[Tensor] = []
         self.computing = False
+        # Norms whose statistics dummy inputs of this forward pass must not change.
+        self.kept: list[nn.Module] = []
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook of the model."""
         self.pending = list(self.dummies)
         self.zeros = []
+        self._train_norms()
 
     def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """In place of the method `name`: before it, the dummy inputs of modalities that come earlier."""
@@ -236,10 +249,22 @@ class _Run:
 
     def _run_pending(self, names: list[str]) -> None:
         self.pending = [name for name in self.pending if name not in names]
-        if names:
-            self.zeros.append(_zero_of_projections(self.holder))
+        if not names:
+            return
+        self.zeros.append(_zero_of_projections(self.holder))
+        self.kept = [m for m in self.holder.modules() if isinstance(m, _BatchNorm) and m.training]
+        for norm in self.kept:
+            norm.eval()
         for name in names:
             self.zeros.append(dummy_forward(_Features(partial(self._call, name)), **(self.dummies[name]() or {})))
+        if len(names) < len(self.dummies):
+            # Other inputs are real. Else activation checkpointing runs the dummy inputs again in backward.
+            self._train_norms()
+
+    def _train_norms(self) -> None:
+        for norm in self.kept:
+            norm.train(self.holder.training)
+        self.kept = []
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # A method may call another one: that of videos often calls that of images.
@@ -255,7 +280,7 @@ def _zero_of_projections(holder: Any) -> Tensor:
 
     They are in the FSDP group of the root, so that their parameters are whole here. An output head has its own.
     """
-    decoder = holder.get_decoder()
+    decoder = decoder_in(holder)
     source = forward_source(type(holder))
     applied = [child for name, child in holder.named_children() if f"self.{name}(" in source]
     applied = [child for child in applied if not isinstance(child, FSDPModule)]

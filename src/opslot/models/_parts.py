@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from opslot._base.errors import ConfigError
+from opslot.models._audio import AUDIO_CONFIGS
+from opslot.models._decoder import decoder_in
 from opslot.slots.protocol import trained_model
 
 PARTS = ("vision", "audio", "merger", "language_model")
@@ -19,15 +21,16 @@ _MERGERS = ("merger", "projector", "aligner", "connector", "resampler")
 def parts_of(model: Any) -> dict[str, list[str]]:
     """Names of the parameters of each part; a part that the model lacks is empty.
 
-    An encoder is a module whose config is the model's vision_config or audio_config. The language model is its decoder
-    with the output layer. What is between them, and an encoder's own projection, is the merger.
+    An encoder is a module whose config is the model's vision_config or audio_config (or what else a model calls that).
+    The language model is its decoder with the output layer. What is between them, and an encoder's own projection, is
+    the merger.
     """
     config = trained_model(model).config
-    kinds = {kind: getattr(config, f"{kind}_config", None) for kind in ("vision", "audio")}
+    names = {"vision_config": "vision", **dict.fromkeys(AUDIO_CONFIGS, "audio")}
+    given = {type(own): kind for name, kind in names.items() if (own := getattr(config, name, None)) is not None}
     encoders: dict[str, str] = {}
     for name, module in model.named_modules():
-        cls = type(getattr(module, "config", None))
-        kind = next((kind for kind, known in kinds.items() if known is not None and cls is type(known)), None)
+        kind = given.get(type(getattr(module, "config", None)))
         if kind and name and not any(name.startswith(f"{outer}.") for outer in encoders):
             encoders[name] = kind
     own = [language_model_of(model), trained_model(model).get_output_embeddings()]
@@ -89,4 +92,4 @@ def language_model_of(model: Any) -> Any:
         found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
         if found:
             return found[0]
-    return trained_model(model).get_decoder()
+    return decoder_in(trained_model(model))

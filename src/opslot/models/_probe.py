@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from opslot.models._decoder import decoder_in
+
 Inputs = dict[str, Tensor]
 
 _found: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -73,7 +75,7 @@ def _copy(holder: Any) -> Any:
     cls: Any = next(cls for cls in type(holder).__mro__ if cls.__module__.startswith(modules))
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(holder.config), attn_implementation="eager", dtype=torch.float32)
-    decoder = set(model.get_decoder().modules())
+    decoder = set(decoder_in(model).modules())
     for module in list(model.modules()):
         if isinstance(module, nn.Embedding) and module in decoder:
             module.weight = nn.Parameter(module.weight[:1])

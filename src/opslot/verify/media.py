@@ -31,14 +31,15 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "image": ("image", "image"),
     "video": ("video",),
     "audio": ("audio", "audio"),
-    "mixed": ("image", "video", "audio", "image"),
+    "mixed": ("image", "video", "audio", "image", "audio"),
 }
 # How the reason of a missing sample begins where the model raised an error.
 RAISES = "Transformers raises"
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
 _SIZES: tuple[Size, ...] = ((1, 1, 2), (1, 2, 2))
 _TEXT = 7
-# Some models pad features to a number of tokens that only their forward has.
+# Some models pad features to a number of tokens that only their forward has. With fewer tokens than features, models
+# leave some out without an error.
 _MOST_TOKENS = 64
 
 Batch = dict[str, Any]
@@ -80,7 +81,7 @@ def _samples(own: Collection[str], find: Callable[[Sequence[str]], tuple[Batch |
     batches: dict[str, Batch] = {}
     missing: dict[str, str] = {}
     for name, kinds in SAMPLES.items():
-        taken = tuple(kind for kind in kinds if kind in own)
+        taken = tuple(kind for kind in kinds if kind in own and (name == kind or kind not in missing))
         if name in KINDS and name not in own:
             if name != "audio" and "image" in own:
                 missing[name] = f"it takes no {name}s"
@@ -193,7 +194,7 @@ def _ways(holder: Any, kinds: Sequence[str], known: Mapping[str, Sequence[int]])
     if "video" in kinds:
         yield "image", counts
     if len({*kinds}) == 1:
-        yield from (("video", [count] * len(kinds)) for count in range(1, _MOST_TOKENS))
+        yield from (("video", [count] * len(kinds)) for count in range(max(counts), _MOST_TOKENS))
 
 
 def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int]) -> Batch:
@@ -289,6 +290,9 @@ def packed_samples(positions: RopePositions, samples: MediaSamples) -> tuple[lis
     # Models that mark videos as images take no image and video in one row.
     apart = "image" in names and "mixed" not in samples.batches
     together = [name for name in names if name != "video"] if apart else names
+    if len(together) == 1:
+        # Two documents, so that one could see the other.
+        together = together * 2
     rows = [together]
     if {"image", "audio"} <= {*together} and computes_features_inside(positions.model):
         # Such a forward sees which kinds the whole batch has: Phi-4 multimodal projects audio differently with images.

@@ -72,7 +72,7 @@ SIZES: dict[str, Any] = {
     **_equal(
         16, "num_position_embeddings position_embedding_size window_size context_size vision_soft_tokens_per_image"
     ),
-    **_equal(4, "pos_emb_height pos_emb_width mm_tokens_per_image"),
+    **_equal(4, "pos_emb_height pos_emb_width mm_tokens_per_image num_query_tokens"),
     "max_source_positions": 24,
     "audio_soft_tokens_per_image": 8,
     "insert_layer_id": 1,
@@ -104,9 +104,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGAZ": 58, "IMGIMGBZ": 59}},
     "chameleon_vqgan": {"num_embeddings": 2},
     "emu3_vqgan": {"codebook_size": 2, "hidden_size": 128},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    **{name: {"mlp_layer_types": ["dense", "sparse"]} for name in ("deepseek_ocr2_text", "unlimited_ocr_text")},
     # The last is the width of the encoder behind it.
-    "deepseek_ocr2_sam_vision_model": {"downsample_channels": [16, 32]},
+    **{f"{name}_sam_vision_model": {"downsample_channels": [16, 32]} for name in ("deepseek_ocr2", "unlimited_ocr")},
     # Layers of the encoder whose features are added before layers of the language model.
     "granite4_vision": {
         "downsample_rate": "1/2",
@@ -142,6 +142,31 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "<|visual token 000000|>": 62,
             "<|visual token 000001|>": 63,
         },
+    },
+    # Optional in its config class.
+    "nemotron_h_omni": {
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "intermediate_size": 48,
+            "num_mel_bins": 16,
+            "subsampling_conv_channels": 8,
+            "projection_hidden_size": 32,
+            "projection_bias": False,
+        },
+        "vision_hidden_size": 32,
+    },
+    "muse_spark_audio": {"hidden_sizes": [16, 16, 32, 32]},
+    "muse_spark_text": {"moe_hidden_size": 32},
+    # With one key, gradients of queries are rounding errors.
+    "pp_formulanet_vision": {"image_size": 2 * IMAGE},
+    # Its features have noise.
+    "vibevoice_acoustic_tokenizer_encoder": {
+        "num_filters": 4,
+        "downsampling_ratios": [2, 2],
+        "depths": [1, 1, 1],
+        "vae_std": 0.0,
     },
     # Ids of images and audio have embeddings of their own, behind those of text.
     "gemma3n": {"image_token_id": 49, "audio_token_id": 57},
