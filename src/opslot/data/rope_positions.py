@@ -49,7 +49,7 @@ class RopePositions:
     def _module(self) -> Any:
         """The module whose forward computes positions; some classes inherit the method and do not call it."""
         found = (module for module in self.model.modules() if hasattr(module, "get_rope_index"))
-        return next((module for module in found if any(name in _source(type(module)) for name in _CALLED)), None)
+        return next((module for module in found if any(name in forward_source(type(module)) for name in _CALLED)), None)
 
     @property
     def axes(self) -> int:
