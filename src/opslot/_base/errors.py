@@ -13,10 +13,16 @@ class OpslotError(Exception):
         what: what is wrong, naming the user's own value.
         found: what was found instead.
         hint: how to fix it.
+
+    Attributes:
+        problem: the text without the hint, for an error that lists several.
+        hint: how to fix it; may be empty.
     """
 
     def __init__(self, what: str, *, found: str = "", hint: str = "") -> None:
         super().__init__(error_text(what, found=found, hint=hint))
+        self.problem = error_text(what, found=found)
+        self.hint = hint
 
 
 class ConfigError(OpslotError, ValueError):

@@ -114,7 +114,7 @@ def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEn
         try:
             found = read_header(folder / shard)
         except CheckpointError as error:
-            problems.add("unreadable files", str(error), "replace them")
+            problems.add("unreadable files", error.problem, "replace them")
             continue
         for entry in found:
             owner = weight_map.get(entry.name, shard)

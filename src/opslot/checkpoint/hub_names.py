@@ -287,7 +287,7 @@ class HubTensorConverter:
         try:
             return self._experts.slice_of(renamed, shape)
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(renamed, name)) from error
+            raise CheckpointError(error.problem.replace(renamed, name), hint=error.hint) from error
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """The missing per-expert tensors of layers of which other tensors are present."""

@@ -126,7 +126,7 @@ class _Mapper:
         try:
             converter.inspect({name: entry.shape for name, entry in mine.items()})
         except CheckpointError as error:
-            self.problems.add("layout", str(error), "see above")
+            self.problems.add("layout", error.problem, error.hint)
             self.damaged.update(self.model.targets)
             return
         if isinstance(converter, ExpertTensorConverter | HubTensorConverter):
@@ -135,9 +135,8 @@ class _Mapper:
             try:
                 self._put(name, entry, converter.slice_of(name, entry.shape))
             except CheckpointError as error:
-                self.problems.add(
-                    "tensors that cannot be mapped", str(error), "give the checkpoint of this model's config"
-                )
+                hint = error.hint or "give the checkpoint of this model's config"
+                self.problems.add("tensors that cannot be mapped", error.problem, hint)
         for item in converter.missing(mine):
             self.explained = True
             self.problems.add("incomplete experts", item, "add the missing shards or tensors")
@@ -153,7 +152,7 @@ class _Mapper:
             at = "finalize"
             returned += copied.finalize()
         except CheckpointError as error:
-            self.problems.add("tensors that a converter rejects", str(error), "see above")
+            self.problems.add("tensors that a converter rejects", error.problem, error.hint)
             if isinstance(converter, ConvertedTensors):
                 self.damaged.update(self.model.targets[name].name for name in converter.targets)
             return
