@@ -16,7 +16,7 @@ SCRIPT = """
 import os, resource, signal, sys, threading
 from opslot.checkpoint import training_state
 from opslot.trainer import TextTrainer, cli_train, loss_curve
-from opslot.trainer.callbacks import Callback
+from opslot.trainer.callbacks.base import Callback
 
 case, file, flag = sys.argv[1:]
 rank = int(os.environ["RANK"])
