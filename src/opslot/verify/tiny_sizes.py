@@ -102,7 +102,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 3},
-    "mobilebert": dict.fromkeys(("embedding_size", "true_hidden_size", "intra_bottleneck_size"), 32),
+    "mobilebert": {"embedding_size": 16, "true_hidden_size": 32, "intra_bottleneck_size": 32},
     # Codes of images are tokens, whose names end in their numbers, in letters or digits.
     "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGAZ": 58, "IMGIMGBZ": 59}},
     "chameleon_vqgan": {"num_embeddings": 2},
