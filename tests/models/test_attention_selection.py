@@ -301,3 +301,15 @@ def test_attention_that_reads_masks_of_one_implementation_runs_it(monkeypatch, n
     assert model.config._attn_implementation == needed
     opslot.restore(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("ops", "runs"), [("eager", "eager"), ("auto", "sdpa")])
+def test_masks_made_with_another_config_fit_the_attention_that_runs(ops, runs):
+    """BLT makes the masks of its parts with its own config, and each part has another one."""
+    config = tiny_config("blt")
+    original, model = (random_model(config).eval() for _ in range(2))
+    original.set_attn_implementation(runs)
+    opslot.apply(model, {"preset": "eager", "attn_implementation": ops})
+    assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {runs}
+    batch = {"input_ids": random_ids(config), "labels": random_ids(config), "use_cache": False}
+    assert torch.equal(model(**batch).loss, original(**batch).loss)

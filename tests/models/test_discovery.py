@@ -240,6 +240,11 @@ def test_slots_of_further_forms(arch, slot):
     assert slot in discover(arch).patch.slots
 
 
+def test_norms_that_are_not_layer_norms_are_not_skipped_as_such():
+    assert "T5LayerNorm" not in {skip.symbol for skip in discover("t5").skips}
+    assert "DetrFrozenBatchNorm2d" not in {skip.symbol for skip in discover("detr").skips}
+
+
 @pytest.mark.parametrize("arch", ["rembert", "roformer"])
 def test_layers_with_bidirectional_masks_are_not_those_of_a_decoder(arch):
     model = AutoModelForCausalLM.from_config(tiny_config(arch))

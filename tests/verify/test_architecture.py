@@ -13,7 +13,7 @@ from opslot.cli import main
 from opslot.verify import CHECKS, architecture, check_architecture, media
 from opslot.verify.bisect import bisect
 from opslot.verify.isolated import Processes
-from opslot.verify.random_model import random_model, train_step, worst_difference
+from opslot.verify.random_model import class_of, random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
 
 FIELD = "rms_norm_implementation"
@@ -411,3 +411,10 @@ def test_loss_without_a_gradient_raises_unless_parameters_are_frozen():
         train_step(model, [{}])
     model.bias.requires_grad_(False)
     assert not train_step(model, [{}])["grad weight"].any()
+
+
+@pytest.mark.parametrize("arch", ["blt", "esm", "luke", "mobilebert", "roc_bert"])
+def test_tiny_configs_make_tiny_models(arch):
+    with torch.device("meta"):
+        model = class_of(tiny_config(arch))(tiny_config(arch))
+    assert sum(parameter.numel() for parameter in model.parameters()) < 500_000

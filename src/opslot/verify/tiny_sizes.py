@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     **_equal(
         32, "projection_dim projection_hidden_size projector_hidden_size projector_input_dim projector_output_dim"
     ),
-    **_equal(32, "vision_output_dim base_channels"),
+    **_equal(32, "vision_output_dim base_channels hidden_size_global entity_emb_size"),
     **_equal(48, "intermediate_size intermediate_size_mlp ffn_hidden_size ffn_dim encoder_ffn_dim decoder_ffn_dim"),
     **_equal(LAYERS, "num_hidden_layers num_layers encoder_layers decoder_layers depth"),
     **_equal(HEADS, "num_attention_heads num_heads encoder_attention_heads decoder_attention_heads"),
@@ -34,7 +34,8 @@ SIZES: dict[str, Any] = {
     **_equal(8, "head_dim global_head_dim"),
     "rotary_dim": 4,
     # Tokens and positions
-    **_equal(VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+    **_equal(VOCABULARY, "vocab_size vocab_size_per_layer_input entity_vocab_size encoder_hash_byte_group_vocab"),
+    **_equal(VOCABULARY, "shape_vocab_size pronunciation_vocab_size"),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -100,6 +101,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {kind: dict(_ROTARY) for kind in ("sliding_attention", "full_attention")},
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 3},
+    "mobilebert": {"embedding_size": 16, "true_hidden_size": 32, "intra_bottleneck_size": 32},
     # Codes of images are tokens, whose names end in their numbers, in letters or digits.
     "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGAZ": 58, "IMGIMGBZ": 59}},
     "chameleon_vqgan": {"num_embeddings": 2},

@@ -106,12 +106,18 @@ class Attention:
     """Each class that calls Transformers' attention interface."""
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        maker = _makes_masks_for_parts(module)
+        if maker:
+            # Its config has an implementation too, which decides how its masks look.
+            yield Skip(maker, OP, "makes masks for parts with configs of their own")
         for name, forward in module.methods():
             if "ALL_ATTENTION_FUNCTIONS" not in module.text(forward):
                 continue
             eager = _eager_function(module, forward)
             variant = _variant(module, name)
             reason = _unsupported(module, name, eager, variant)
+            if not reason and maker:
+                reason = f"gets masks that {maker} makes with another config"
             if reason:
                 yield Skip(name, OP, reason)
             else:
@@ -383,6 +389,22 @@ def _argument(call: ast.Call, name: str) -> ast.expr | None:
 
 def _is_false(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
+
+
+def _makes_masks_for_parts(module: ModuleView) -> str:
+    """The class that makes masks with its own config for parts that each have another one (BLT), or ""."""
+    for method, calls in module.callers(*_MASKS, "mask_function").items():
+        owner = method.partition(".")[0]
+        constructor = module.upstream.find(f"{owner}.__init__")
+        configs = {ast.unparse(keyword.value) for call in calls for keyword in call.keywords if keyword.arg == "config"}
+        if "self.config" not in configs or constructor is None:
+            continue
+        made = [node for node in nodes_below(constructor) if isinstance(node, ast.Call) and node.args]
+        given = {ast.unparse(call.args[0]) for call in made if ast.unparse(call.func) in module.classes}
+        layers = [call for call in made if re.search(r"(Layer|Block|Attention)$", ast.unparse(call.func))]
+        if not layers and sum(bool(re.fullmatch(r"(self\.)?config\.\w+_config", config)) for config in given) > 1:
+            return owner
+    return ""
 
 
 def other_masks(module: ModuleView, needed: bool = True) -> str:

@@ -51,7 +51,8 @@ def _applies_to(model: Any) -> str | None:
         return None
     modules = [m for m in model.modules() if m.__dict__.get("config") is model.config]
     variants = {found[0] for m in modules if (found := attention_options(m)) is not None}
-    if not variants and not any("Attention" in type(m).__name__ for m in modules):
+    skipped = any("Attention" in type(m).__name__ or skip_reason(m, "attention") for m in modules)
+    if not variants and not skipped:
         return None
     return "bidirectional" if variants == {"bidirectional"} else "causal"
 

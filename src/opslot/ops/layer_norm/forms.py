@@ -1,5 +1,7 @@
 """Layer norms of Transformers' own classes; those of torch's need no slot. Does not import torch."""
 
+import re
+
 from opslot.patchgen.forms import MethodForms, Reviewed
 
 NORMS = MethodForms(
@@ -23,7 +25,8 @@ NORMS = MethodForms(
             returns="{call}.to({0}.dtype)",
         ),
     ),
-    candidate=lambda name, text: "LayerNorm" in name and "rsqrt" in text,
+    # T5's "layer norms" subtract no mean: they are RMS norms, which rms_norm reports.
+    candidate=lambda name, text: "LayerNorm" in name and "rsqrt" in text and bool(re.search(r"\w - \w", text)),
     reason="computes another norm than the reviewed forms",
 )
 

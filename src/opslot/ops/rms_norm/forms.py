@@ -17,6 +17,12 @@ _EPSILON, _EPS = "{0}, self.weight, self.variance_epsilon{rest}", "{0}, self.wei
 # `_norm` of classes with a separate method: x / rms(x), by a power of -0.5.
 _POWER = "4d43b729b274"
 
+
+def _is_layer_norm(name: str, text: str) -> bool:
+    """Whether a norm subtracts the mean, or is another than over channels, as its name has it."""
+    return "BatchNorm" in name or ("LayerNorm" in name and bool(re.search(r"\w - \w", text)))
+
+
 NORMS = MethodForms(
     op="rms_norm",
     helper="_norm",
@@ -126,7 +132,9 @@ NORMS = MethodForms(
             "{0}, self.eps{rest}",
         ),
     ),
-    candidate=lambda name, text: "RMSNorm" in name or ("Norm" in name and "LayerNorm" not in name and "rsqrt" in text),
+    candidate=lambda name, text: (
+        "RMSNorm" in name or ("Norm" in name and "rsqrt" in text and not _is_layer_norm(name, text))
+    ),
     reason="computes another norm than the reviewed forms",
 )
 
