@@ -180,16 +180,29 @@ def _as_vision(case: InputCase) -> InputCase:
     return InputCase(case.name, make, case.role)
 
 
+def _with_rows(case: InputCase) -> InputCase:
+    """A [B, heads, S, D] case in [B, S, heads, D] order, with `cos` and `sin` [S, D]."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        made = case.make(dtype, device, generator)
+        return {name: x.transpose(1, 2) if name in ("q", "k") else x[0] for name, x in made.items()}
+
+    return InputCase(case.name, make, case.role)
+
+
 VISION_CASES = [
-    _as_vision(case)
-    for case in (
-        _case("even heads", (1, 9, 4, 4, 64)),
-        _case("heads of 80", (1, 7, 3, 3, 80), cos_dtype=torch.float32),
-        _case("heads of 72", (1, 5, 5, 5, 72)),
-        _case("fused projection", (1, 5, 4, 4, 32), memory="fused"),
-        _case("no patches", (1, 0, 2, 2, 32)),
-        _case("16384 patches, 16 heads of 72", (1, 16384, 16, 16, 72), cos_dtype=torch.float32, role="bench"),
-    )
+    _with_rows(_case("rows", (2, 6, 3, 3, 32), cos_batch=1)),
+    *(
+        _as_vision(case)
+        for case in (
+            _case("even heads", (1, 9, 4, 4, 64)),
+            _case("heads of 80", (1, 7, 3, 3, 80), cos_dtype=torch.float32),
+            _case("heads of 72", (1, 5, 5, 5, 72)),
+            _case("fused projection", (1, 5, 4, 4, 32), memory="fused"),
+            _case("no patches", (1, 0, 2, 2, 32)),
+            _case("16384 patches, 16 heads of 72", (1, 16384, 16, 16, 72), cos_dtype=torch.float32, role="bench"),
+        )
+    ),
 ]
 
 MULTIMODAL_CASES = [
