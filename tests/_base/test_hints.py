@@ -15,7 +15,6 @@ WRAPPED = "caught by a caller, which adds the hint"
 WITHOUT_HINT = {
     ("bench/baselines/__init__.py", "check_baselines"): LIST,
     ("checkpoint/_report.py", "raise_if_any"): LIST,
-    ("checkpoint/hub_names.py", "slice_of"): PASSED,
     ("checkpoint/safetensors_file.py", "_corrupt"): INSIDE,
     ("data/tokenizing.py", "check"): PASSED,
     ("distributed/consensus.py", "fail_together"): "names the rank whose error has the hint, or that was killed",
