@@ -176,6 +176,20 @@ def test_mixture_is_drawn_by_weight_and_resumes_exactly(settings, train, tmp_pat
     assert "weight 0.75 -> " in err
 
 
+def test_frozen_parameters_and_learning_rates_of_a_text_model(settings, tmp_path):
+    settings["train"] |= {"freeze": ["model.layers.0"], "lr_of": {"*norm*": 1e-3}, "lr_scheduler": "constant"}
+    trainer = trainer_of(settings, tmp_path)
+    frozen = {name for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, _ in trainer.model.named_parameters() if name.startswith("model.layers.0.")}
+    trainer._train_step(iter(trainer.batches))
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert not frozen & rates.keys()
+    assert {"norm" in name for name, rate in rates.items() if rate == pytest.approx(1e-3)} == {True}
+    assert rates["model.layers.1.self_attn.q_proj.weight"] == pytest.approx(1e-2)
+    assert "of them trained" in trainer.title
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [

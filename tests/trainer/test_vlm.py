@@ -290,10 +290,10 @@ def test_learning_rates_of_parts(vlm_settings, tmp_path):
 
 def test_fields_of_vlm_in_another_task(vlm_settings, train):
     vlm_settings |= {"task": "sft"}
-    vlm_settings["train"]["freeze"] = ["vision"]
+    vlm_settings["model"]["export_excluded"] = True
     code, _, err = train()
     assert code == 2
-    assert "train.freeze is for task vlm, and task is sft" in err
+    assert "model.export_excluded is for task vlm, and task is sft" in err
 
 
 def test_missing_processor_raises(vlm_settings, tmp_path, train):

@@ -56,7 +56,8 @@ def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
     """How Transformers reads a checkpoint with tensors of `shapes` into `model`.
 
     None if no renaming is needed: `model` is not a Transformers model, its architecture has no conversions or only
-    those of per-expert tensors, or this release of Transformers lacks the functions used here.
+    those of per-expert tensors and the checkpoint no names of earlier releases (LayerNorm.gamma of the first BERT), or
+    this release of Transformers lacks the functions used here.
     """
     if not hasattr(model, "base_model_prefix"):  # not a Transformers model, and importing Transformers takes seconds
         return None
@@ -73,10 +74,16 @@ def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
     experts = ExpertTensorConverter.for_model(model)
     own = get_model_conversion_mapping(view, add_legacy=False)
     unknown_experts = any(is_expert_tensor(name) and name not in experts.targets for name in tensors)
-    if not own or (all(_is_known(transform) for transform in own) and not unknown_experts):
-        return None
     transforms = get_model_conversion_mapping(view)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+
+    def renamed(name: str, renamings: list[Any]) -> str:
+        return rename_source_key(name, renamings, [], model.base_model_prefix, tensors)[0]
+
+    if not own and all(name in tensors or renamed(name, renamings) == renamed(name, []) for name in shapes):
+        return None
+    if own and all(_is_known(transform) for transform in own) and not unknown_experts:
+        return None
     conversions = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: conversion for conversion in conversions for pattern in conversion.source_patterns}
     assigner = _Assigner(view, tensors, experts)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import glob
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -340,19 +341,31 @@ def load_foundation_weights(
         CheckpointError: weights that do not fit the model exactly.
     """
     from opslot.checkpoint import load_weights
+    from opslot.checkpoint.folder import read_folder
 
-    # A classifier starts from a language model's checkpoint: its own head is new, and theirs has no place in it.
     heads = classifier_heads(model)
     declared = sub_model(type(model))
     excluded = [f"{part}.*" for part in declared.excluded] if declared is not None else []
+    if heads:
+        # A classifier starts from a language model's checkpoint: its own head is new, as is the pooler that a head
+        # reads, and the language model's have no place in it.
+        heads.append(f"{model.base_model_prefix}.pooler")
+        excluded = list(map(glob.escape, _outside_base(model, read_folder(folder))))
     return load_weights(
         model,
         folder,
         converters=converters_of(model),
         device=device,
         allow_missing=[f"{name}.*" for name in heads],
-        allow_extra=["lm_head.weight"] if heads else excluded,
+        allow_extra=excluded,
     )
+
+
+def _outside_base(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
+    """The tensors of a checkpoint in no child of the base model."""
+    prefix = f"{model.base_model_prefix}."
+    inside = {name.partition(".")[0] for name in model.base_model.state_dict()}
+    return (name for name in names if name.removeprefix(prefix).partition(".")[0] not in inside)
 
 
 def classifier_heads(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""The parts of a multimodal model by name: which parameters are those of its encoders, merger and language model."""
+"""The parts of a model by name: which parameters are those of its encoders, merger and language model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parts_of(model: Any) -> dict[str, list[str]]:
 
     An encoder is a module whose config is the model's vision_config or audio_config (or what else a model calls that).
     The language model is its decoder with the output layer. What is between them, and an encoder's own projection, is
-    the merger.
+    the merger. A model without encoders has no merger: a classifier's head is in no part.
     """
     config = trained_model(model).config
     names = {"vision_config": "vision", **dict.fromkeys(AUDIO_CONFIGS, "audio")}
@@ -43,7 +43,7 @@ def parts_of(model: Any) -> dict[str, list[str]]:
             found["merger" if any(word in inside for word in _MERGERS) else encoders[encoder]].append(name)
         elif any(name.startswith(f"{prefix}.") for prefix in text):
             found["language_model"].append(name)
-        else:
+        elif encoders:
             found["merger"].append(name)
     return found
 

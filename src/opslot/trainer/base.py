@@ -133,7 +133,7 @@ class BaseTrainer(ABC):
         # All ranks seed alike until the weights exist; dropout differs by rank.
         seed_everything(config.train.seed + self.state.rank)
         self.meter = StepMeter(self.model, config.train, self.device, self.state.world_size)
-        self.optimizer = build_optimizer(self.model, config.train, self.learning_rates())
+        self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
         self.expected_steps: float | None = self.max_steps
         self._random_states: dict[str, Any] | None = None
@@ -178,10 +178,6 @@ class BaseTrainer(ABC):
         """The model's answer to each prompt; every rank calls it."""
         raise NotImplementedError(f"{type(self).__name__} generates nothing")
 
-    def learning_rates(self) -> dict[str, float]:
-        """Peak learning rates of parameters, by name, where they differ from `train.lr`."""
-        return {}
-
     def count_targets(self, batch: dict[str, Any]) -> int:
         """Number of labels that the loss of a micro batch averages over."""
         return count_targets(batch["labels"])
@@ -195,8 +191,10 @@ class BaseTrainer(ABC):
         """One line that names the run, e.g. above the loss curve."""
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         text = f"{self.model.config.model_type}, {sum(size for size, _ in sizes) / 1e6:,.1f}M parameters"
+        if all(is_trained for _, is_trained in sizes):
+            return text
         trained = sum(size for size, is_trained in sizes if is_trained)
-        return text if self.config.lora.r is None else f"{text}, {trained / 1e6:,.2f}M of them trained (LoRA)"
+        return f"{text}, {trained / 1e6:,.2f}M of them trained{'' if self.config.lora.r is None else ' (LoRA)'}"
 
     @property
     def reference_loss(self) -> float | None:

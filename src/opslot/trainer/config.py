@@ -176,8 +176,9 @@ class TrainConfig:
         compile: run each layer through torch.compile: steps of small models, which wait for the host, get faster, the
             first ones take minutes.
         eval_steps: number of steps between two evaluations; the last step is always evaluated. null: no evaluation.
-        freeze: parts that are not trained: vision, audio, merger, language_model (with its output layer), or globs of
-            fully qualified parameter names such as model.language_model.layers.0.*; with `lora`, their adapters.
+        freeze: what is not trained, as globs of fully qualified parameter names such as model.layers.0.*, or parts:
+            language_model (with its output layer, but without a classifier's head), and of multimodal models vision,
+            audio and merger; with `lora`, their adapters.
         lr_of: peak learning rate of parts, named as in `freeze`, where it differs from `lr`; for a parameter that
             several match, the last one counts.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).

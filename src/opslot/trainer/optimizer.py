@@ -13,23 +13,22 @@ import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
+from opslot.models._parts import select
 from opslot.ops.cross_entropy_loss.op import head_of
 from opslot.optim.selection import optimizer_class
 from opslot.trainer.config import OptimizerConfig, TrainConfig
 
 
-def build_optimizer(
-    model: nn.Module, train: TrainConfig, lr_of: Mapping[str, float] | None = None
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters; weight decay on matrices that are not embeddings.
 
-    Args:
-        lr_of: peak learning rate of parameters, by name, where it differs from `train.lr`. Each group has its
-            "lr_scale", the ratio of both.
+    Each group has its "lr_scale", the ratio of its peak learning rate to `train.lr`.
 
     Raises:
-        ConfigError: `train.optimizer.groups` matches no trainable parameter, or the optimizer cannot run here.
+        ConfigError: `train.lr_of` matches no parameter, or `train.optimizer.groups` no trainable one; or the optimizer
+            cannot run here.
     """
+    lr_of = {name: lr for glob, lr in (train.lr_of or {}).items() for name in select(model, glob, "train.lr_of")}
     settings = train.optimizer
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -39,7 +38,7 @@ def build_optimizer(
     for name, parameter in named.items():
         decayed = parameter.ndim >= 2 and id(parameter) not in embeddings
         decay = own[name].get("weight_decay", train.weight_decay if decayed else 0.0)
-        lr = own[name].get("lr", (lr_of or {}).get(name, train.lr))
+        lr = own[name].get("lr", lr_of.get(name, train.lr))
         groups.setdefault((lr / train.lr, decay, id(parameter) in hidden), []).append(parameter)
     options: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     if settings.name == "muon":

@@ -296,9 +296,6 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
         for name in ("prompts", "save_best", "early_stopping_patience"):
             if getattr(evaluation, name):
                 problems.append(f"evaluation.{name} needs train.eval_steps; set it")
-    if config.task != "vlm":
-        names = [name for name in ("freeze", "lr_of") if getattr(train, name)]
-        problems += [f"train.{name} is for task vlm, and task is {config.task}; remove it" for name in names]
     if config.model.export_excluded:
         if config.task != "vlm":
             problems.append(f"model.export_excluded is for task vlm, and task is {config.task}; remove it")

@@ -11,7 +11,6 @@ from opslot.data.loader import TokenLoader
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.models._modalities import decoder_of, inlined_inputs
 from opslot.models._packing import packing_problem
-from opslot.models._parts import select
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.text import TextTrainer, rounded
 from opslot.trainer.validate import micro_batch_size
@@ -66,17 +65,6 @@ class VLMTrainer(TextTrainer):
         if isinstance(self.batches, TokenLoader) and token and patch and estimated:
             # A frozen encoder has no backward pass.
             self.batches.encoder_cost = rounded(patch / token / estimated)
-
-    def learning_rates(self) -> dict[str, float]:
-        lr_of = self.config.train.lr_of or {}
-        return {name: lr for pattern, lr in lr_of.items() for name in select(self.model, pattern, "train.lr_of")}
-
-    @property
-    def title(self) -> str:
-        if self.config.lora.r is not None:
-            return super().title
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        return f"{super().title} ({trained / 1e6:,.1f}M trainable)"
 
     @property
     def processor(self) -> Any:
