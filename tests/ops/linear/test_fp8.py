@@ -107,6 +107,18 @@ def test_zeros_and_no_rows():
     assert fp8.standard(torch.zeros(0, 16, device=DEVICE), weight).shape == (0, 32)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-37])
+def test_tiny_values_are_not_nan(size):
+    x = (torch.randn(4, 16, device=DEVICE) * size).requires_grad_()
+    with torch.no_grad():
+        x[0, :5] = 0
+    weight = torch.randn(32, 16, device=DEVICE, requires_grad=True)
+    out = fp8.standard(x, weight)
+    torch.testing.assert_close(out / size, x @ weight.t() / size, rtol=0.1, atol=1.0)
+    out.backward(torch.full_like(out, size))
+    assert x.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
 def test_infinite_input_is_not_hidden():
     x = torch.ones(16, 16, device=DEVICE)
     x[3, 2] = float("inf")

@@ -20,6 +20,8 @@ from opslot.ops.linear.arguments import HINT, checked
 _KERNEL = "linear_implementation='fp8'"
 # Sizes that tensor cores multiply in FP8 are multiples of it.
 _MULTIPLE = 16
+# The largest factor of a tensor: a power of two whose reciprocal, the scale, is a normal number in float32.
+MOST = 2.0**126
 
 
 def standard(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -62,11 +64,12 @@ def _quantize(x: Tensor, gradient: bool, by_row: bool, by_column: bool) -> tuple
         from opslot.ops.linear.quantize import quantize
 
         outputs = _allocate(x, gradient, by_row, by_column)
-        quantize(x, *outputs, _largest(gradient)[1])
+        quantize(x, *outputs, _largest(gradient)[1], MOST)
         return outputs
     dtype, largest = _largest(gradient)
     amax = x.abs().amax().float()
-    scale = torch.where(amax > 0, largest / amax, 1.0)
+    # Of amax near 0, the quotient is infinite.
+    scale = torch.where(amax > 0, (largest / amax).clamp(max=MOST), 1.0)
     rounded = (x.float() * scale).clamp(-largest, largest)
     columns = nn.functional.pad(rounded, (0, 0, 0, _padded(len(x)) - len(x))).t().contiguous().to(dtype)
     return rounded.to(dtype) if by_row else None, columns if by_column else None, scale.reciprocal()

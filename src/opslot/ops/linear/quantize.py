@@ -15,7 +15,7 @@ _PROGRAMS = 1024
 _TILE = 128
 
 
-def quantize(x: Tensor, rows: Tensor | None, columns: Tensor | None, scale: Tensor, largest: float) -> None:
+def quantize(x: Tensor, rows: Tensor | None, columns: Tensor | None, scale: Tensor, largest: float, most: float) -> None:
     """Write x in FP8, transposed into `columns`, and the scale that undoes the scaling.
 
     Args:
@@ -23,6 +23,7 @@ def quantize(x: Tensor, rows: Tensor | None, columns: Tensor | None, scale: Tens
         rows: [T, K], columns: [K, T padded], of an FP8 dtype, contiguous.
         scale: float32 [].
         largest: finite number of the FP8 dtype.
+        most: limit of the factor of `x`.
     """
     length, width = x.shape
     count = x.numel()
@@ -35,7 +36,7 @@ def quantize(x: Tensor, rows: Tensor | None, columns: Tensor | None, scale: Tens
         (cdiv(padded, _TILE), cdiv(width, _TILE), 1),
         (x, partial, rows, columns, scale),
         (width, padded),
-        (length, programs, largest),
+        (length, programs, largest, most),
         (triton.next_power_of_2(programs), rows is not None, columns is not None, _TILE),
         8,
     )
@@ -51,7 +52,7 @@ def _largest_kernel(x, partial, count, steps, BLOCK: tl.constexpr):
     tl.store(partial + program, tl.max(largest, 0))
 
 
-@triton.jit(do_not_specialize=["length", "programs", "largest"])
+@triton.jit(do_not_specialize=["length", "programs", "largest", "most"])
 def _round_kernel(
     x,
     partial,
@@ -63,6 +64,7 @@ def _round_kernel(
     length,
     programs,
     largest,
+    most,
     PARTIALS: tl.constexpr,
     BY_ROW: tl.constexpr,
     BY_COLUMN: tl.constexpr,
@@ -70,7 +72,7 @@ def _round_kernel(
 ):
     each = tl.arange(0, PARTIALS)
     amax = tl.max(tl.load(partial + each, mask=each < programs, other=0.0), 0)
-    factor = tl.where(amax > 0, largest / amax, 1.0)
+    factor = tl.where(amax > 0, tl.minimum(largest / amax, most), 1.0)
     t = tl.program_id(0) * TILE + tl.arange(0, TILE)
     k = tl.program_id(1) * TILE + tl.arange(0, TILE)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):

@@ -92,6 +92,7 @@ def group_cases() -> list[InputCase]:
         grouped(_case("three odd groups", (6, 42, 123), roles), 3),
         grouped(_case("gate after", (3, 7, 128), roles), 2, **falcon),
         grouped(_case("gate before, cast last", (3, 7, 128), roles), 2, cast_after_weight=True),
+        grouped(_case("gate after, fp32 weight", (3, 64), roles, weight_dtype=torch.float32), 2, gate_after=True),
         grouped(_case("one row", (1, 64), roles), 2),
         grouped(_case("fp32 weight", (3, 11, 64), roles, weight_dtype=torch.float32), 2),
         grouped(_case("no rows", (0, 64), roles), 2),

@@ -136,8 +136,8 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def _allocate(x: Tensor, weight: Tensor, gate: Tensor, eps: float, width: int, *form: bool) -> Tensor:
-    *_, cast_after_weight = form
-    dtype = x.dtype if cast_after_weight else torch.promote_types(x.dtype, weight.dtype)
+    _, gate_after, cast_after_weight = form
+    dtype = x.dtype if cast_after_weight or gate_after else torch.promote_types(x.dtype, weight.dtype)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
