@@ -71,6 +71,8 @@ def _case(
         arguments: dict[str, Any] = {"q": q, "k": k, "cos": cos, "sin": sin}
         if unsqueeze_dim == 2:
             arguments |= {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "unsqueeze_dim": 2}
+        elif unsqueeze_dim == 0:
+            arguments |= {"cos": cos[0], "sin": sin[0], "unsqueeze_dim": 0}
         if sections is not None:
             arguments["mrope_section"] = list(sections)
         return arguments
@@ -105,6 +107,7 @@ def cases(ratio: int = 1, cos_layout: str = "twice") -> list[InputCase]:
         case("contiguous heads", (2, 7, 4, 4, 32), memory="heads"),
         case("fused projection", (2, 4, 4, 2, 32), memory="fused"),
         case("tokens before heads", (2, 6, 4, 2, 48), unsqueeze_dim=2),
+        case("angles of all rows", (2, 6, 4, 2, 32), unsqueeze_dim=0),
         case("fp32 angles", (1, 6, 4, 2, 32), cos_dtype=torch.float32),
         *strided,
         case("no tokens", (1, 0, 4, 2, 32)),

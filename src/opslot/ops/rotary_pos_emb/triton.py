@@ -12,7 +12,7 @@ from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import launch_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.rotary_pos_emb.kernels.rotate import launch_rotation
-from opslot.ops.rotary_pos_emb.op import merge_sections
+from opslot.ops.rotary_pos_emb.op import merge_sections, with_batch
 
 _LABEL = "rotary_pos_emb_implementation='triton'"
 
@@ -124,6 +124,7 @@ def _apply(
         last: as `partial`, the last channels are rotated, and `k` may have fewer channels than `q`.
         keep_dtype: return the dtype of `q` whatever the dtype of `cos`.
     """
+    cos, sin, unsqueeze_dim = with_batch(cos, sin, unsqueeze_dim)
     if unsqueeze_dim not in (1, 2):
         reject(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
     swap = unsqueeze_dim == 2
