@@ -173,26 +173,31 @@ def as_single(case: InputCase) -> InputCase:
     return replace(case, make=make)
 
 
-def _as_vision(case: InputCase) -> InputCase:
-    """A [1, heads, S, D] case without its batch and in [S, heads, D] order."""
+def _as_vision(case: InputCase, *, batch: bool = False) -> InputCase:
+    """A [1, heads, S, D] case in [S, heads, D] order, with `batch` in [1, S, heads, D] order."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         made = case.make(dtype, device, generator)
-        return {name: x.squeeze(0).transpose(0, 1) if name in ("q", "k") else x.squeeze(0) for name, x in made.items()}
+        q, k = (made[name].transpose(1, 2) for name in ("q", "k"))
+        angles = {name: made[name].squeeze(0) for name in ("cos", "sin")}
+        return {"q": q, "k": k, **angles} if batch else {"q": q.squeeze(0), "k": k.squeeze(0), **angles}
 
     return InputCase(case.name, make, case.role)
 
 
 VISION_CASES = [
-    _as_vision(case)
-    for case in (
-        _case("even heads", (1, 9, 4, 4, 64)),
-        _case("heads of 80", (1, 7, 3, 3, 80), cos_dtype=torch.float32),
-        _case("heads of 72", (1, 5, 5, 5, 72)),
-        _case("fused projection", (1, 5, 4, 4, 32), memory="fused"),
-        _case("no patches", (1, 0, 2, 2, 32)),
-        _case("16384 patches, 16 heads of 72", (1, 16384, 16, 16, 72), cos_dtype=torch.float32, role="bench"),
-    )
+    _as_vision(_case("batch of one", (1, 6, 4, 4, 32)), batch=True),
+    *(
+        _as_vision(case)
+        for case in (
+            _case("even heads", (1, 9, 4, 4, 64)),
+            _case("heads of 80", (1, 7, 3, 3, 80), cos_dtype=torch.float32),
+            _case("heads of 72", (1, 5, 5, 5, 72)),
+            _case("fused projection", (1, 5, 4, 4, 32), memory="fused"),
+            _case("no patches", (1, 0, 2, 2, 32)),
+            _case("16384 patches, 16 heads of 72", (1, 16384, 16, 16, 72), cos_dtype=torch.float32, role="bench"),
+        )
+    ),
 ]
 
 MULTIMODAL_CASES = [

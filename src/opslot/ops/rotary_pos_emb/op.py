@@ -159,7 +159,10 @@ def gptj_fp32_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
 
 
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """For vision towers: `q`, `k` [S, heads, D], `cos`, `sin` [S, D]; fp32, cast to the dtypes of q and k."""
+    """For vision towers: `q`, `k` [S, heads, D] or [1, S, heads, D] (Kimi K2.5), `cos`, `sin` [S, D].
+
+    In fp32, cast to the dtypes of q and k.
+    """
     dtype = _compute_dtype(q, cos)
     cos, sin = cos.unsqueeze(-2).to(dtype), sin.unsqueeze(-2).to(dtype)
     return _rotate(q.to(dtype), cos, sin).to(q.dtype), _rotate(k.to(dtype), cos, sin).to(k.dtype)
