@@ -240,6 +240,16 @@ def test_slots_of_further_forms(arch, slot):
     assert slot in discover(arch).patch.slots
 
 
+@pytest.mark.parametrize(
+    ("arch", "attention"), [("internvl", "InternVLVisionAttention"), ("ovis2", "Ovis2VisionAttention")]
+)
+def test_attention_of_towers_that_make_no_masks_has_kernels(arch, attention):
+    found = discover(arch)
+    assert (attention, "attention/bidirectional") in {(match.symbol, str(match)) for match in found.matches}
+    # Masks of queries for training, which have no batch dim.
+    assert "RTDetrSelfAttention" in {skip.symbol for skip in discover("rt_detr").skips}
+
+
 def test_norms_that_are_not_layer_norms_are_not_skipped_as_such():
     assert "T5LayerNorm" not in {skip.symbol for skip in discover("t5").skips}
     assert "DetrFrozenBatchNorm2d" not in {skip.symbol for skip in discover("detr").skips}

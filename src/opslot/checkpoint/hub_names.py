@@ -77,10 +77,10 @@ def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
     transforms = get_model_conversion_mapping(view)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
 
-    def renamed(name: str, renamings: list[Any]) -> str:
+    def rename(name: str, renamings: list[Any]) -> str:
         return rename_source_key(name, renamings, [], model.base_model_prefix, tensors)[0]
 
-    if not own and all(name in tensors or renamed(name, renamings) == renamed(name, []) for name in shapes):
+    if not own and all(name in tensors or rename(name, renamings) == rename(name, []) for name in shapes):
         return None
     if own and all(_is_known(transform) for transform in own) and not unknown_experts:
         return None

@@ -312,7 +312,7 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
         return "does not state whether it is causal"
     by_mask = any(_mask_of(call) for call in calls) and not _has_cu_seqlens_for_mask(module)
-    return other_masks(module, needed=variant == "causal" or by_mask)
+    return other_masks(module, needed=variant == "causal", by_mask=by_mask)
 
 
 def _cross_calls(module: ModuleView, forward: str) -> tuple[str, Counter[str]] | None:
@@ -407,11 +407,22 @@ def _makes_masks_for_parts(module: ModuleView) -> str:
     return ""
 
 
-def other_masks(module: ModuleView, needed: bool = True) -> str:
-    """Why the masks of a module can't be read, or ""."""
+def _assigns_masks(module: ModuleView) -> bool:
+    """Whether a name for the mask of attention is assigned anything but None."""
+    assigned = (node for node in module.nodes if isinstance(node, ast.Assign) and ast.unparse(node.value) != "None")
+    return any(re.search(r"(attention|attn)_mask", ast.unparse(target)) for node in assigned for target in node.targets)
+
+
+def other_masks(module: ModuleView, needed: bool = True, by_mask: bool = False) -> str:
+    """Why the masks of a module can't be read, or "".
+
+    Args:
+        needed: attention is causal by its masks, so they have to be known.
+        by_mask: it applies those that it gets. A module that makes none gets none, or a dense one from its caller.
+    """
     makers = {name for name in module.names if re.fullmatch(r"create_\w*mask\w*", name)}
     own = {name for name in makers if module.text(name) or name not in _MASKS}
-    if makers & _MASKS or not needed:
+    if makers & _MASKS or not (needed or (by_mask and (makers or _assigns_masks(module)))):
         return ""
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 

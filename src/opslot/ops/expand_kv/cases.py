@@ -51,6 +51,7 @@ CASES = [
     _case("contiguous heads", (2, 4, 4), (24, 8, 40), memory="heads"),
     _case("adjacent tokens", (1, 6, 2), (16, 8, 16), memory="channels"),
     _case("fp32 rope", (1, 5, 2), (16, 8, 16), k_rot_dtype=torch.float32),
+    _case("no rope", (2, 5, 2), (16, 0, 16)),
     _case("no tokens", (1, 0, 2), (16, 8, 16)),
     _case("16384 tokens of Moonlight", (2, 8192, 16), (128, 64, 128), role="bench"),
 ]

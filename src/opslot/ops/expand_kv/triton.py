@@ -215,4 +215,8 @@ def standard(kv: Tensor, k_rot: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, 
         reject(_LABEL, "kv", found, "use eager")
     if k_rot.dim() != 4 or k_rot.shape[:-1] != (kv.shape[0], 1, kv.shape[2]):
         reject(_LABEL, "k_rot", f"its shape is {tuple(k_rot.shape)} beside kv's {tuple(kv.shape)}", "use eager")
+    if not k_rot.shape[-1]:
+        # Layers without rotary positions (Mistral Large 4) have no part that their heads share.
+        key, value = kv.split((qk_nope_head_dim, kv.shape[-1] - qk_nope_head_dim), dim=-1)
+        return key.to(torch.promote_types(kv.dtype, k_rot.dtype)), value
     return _ExpandKv.apply(kv, k_rot, qk_nope_head_dim)

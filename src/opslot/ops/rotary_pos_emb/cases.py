@@ -71,6 +71,8 @@ def _case(
         arguments: dict[str, Any] = {"q": q, "k": k, "cos": cos, "sin": sin}
         if unsqueeze_dim == 2:
             arguments |= {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "unsqueeze_dim": 2}
+        elif unsqueeze_dim == 0:
+            arguments |= {"cos": cos[0], "sin": sin[0], "unsqueeze_dim": 0}
         if sections is not None:
             arguments["mrope_section"] = list(sections)
         return arguments
@@ -105,6 +107,7 @@ def cases(ratio: int = 1, cos_layout: str = "twice") -> list[InputCase]:
         case("contiguous heads", (2, 7, 4, 4, 32), memory="heads"),
         case("fused projection", (2, 4, 4, 2, 32), memory="fused"),
         case("tokens before heads", (2, 6, 4, 2, 48), unsqueeze_dim=2),
+        case("angles of all rows", (2, 6, 4, 2, 32), unsqueeze_dim=0),
         case("fp32 angles", (1, 6, 4, 2, 32), cos_dtype=torch.float32),
         *strided,
         case("no tokens", (1, 0, 4, 2, 32)),
@@ -171,11 +174,12 @@ def as_single(case: InputCase) -> InputCase:
 
 
 def _as_vision(case: InputCase) -> InputCase:
-    """A [1, heads, S, D] case without its batch and in [S, heads, D] order."""
+    """A [1, heads, S, D] case in [S, heads, D] order."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         made = case.make(dtype, device, generator)
-        return {name: x.squeeze(0).transpose(0, 1) if name in ("q", "k") else x.squeeze(0) for name, x in made.items()}
+        q, k = (made[name].squeeze(0).transpose(0, 1) for name in ("q", "k"))
+        return {"q": q, "k": k, **{name: made[name].squeeze(0) for name in ("cos", "sin")}}
 
     return InputCase(case.name, make, case.role)
 
@@ -192,6 +196,7 @@ def _with_rows(case: InputCase) -> InputCase:
 
 VISION_CASES = [
     _with_rows(_case("rows", (2, 6, 3, 3, 32), cos_batch=1)),
+    _with_rows(_case("one row", (1, 6, 4, 4, 32))),
     *(
         _as_vision(case)
         for case in (

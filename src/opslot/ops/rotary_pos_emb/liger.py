@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import once_differentiable
+from opslot.ops.rotary_pos_emb.op import with_batch
 
 _LABEL = "rotary_pos_emb_implementation='liger_kernel'"
 
@@ -35,6 +36,7 @@ class _Rotary(torch.autograd.Function):
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.full`; mixed dtypes are promoted first, since Liger returns those of `q` and `k`."""
+    cos, sin, unsqueeze_dim = with_batch(cos, sin, unsqueeze_dim)
     if unsqueeze_dim not in (1, 2):
         reject(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
     if cos.shape[-1] != q.shape[-1]:

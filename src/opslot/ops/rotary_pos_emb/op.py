@@ -4,7 +4,8 @@ Rotates pairs of channels (a, b) of each head to (a cos - b sin, b cos + a sin).
 paired with channel i + R/2, in GPT-J layout (interleaved) 2i with 2i + 1. Variants use NeoX layout unless noted.
 
 Shapes: `q` [B, heads, S, D] and `k` [B, kv_heads, S, D] for `unsqueeze_dim` 1, [B, S, heads, D] for 2, with any
-strides; `cos` and `sin` [B or 1, S, R], R = D unless partial, without gradients. Returns new (q, k), in the
+strides; `cos` and `sin` [B or 1, S, R], R = D unless partial, without gradients; Pixtral has `q` and `k` as for 1,
+`cos` and `sin` [S, R] and `unsqueeze_dim` 0. Returns new (q, k), in the
 promoted dtypes of each and `cos`; variants named `cast_after_weight` compute in fp32 and return the dtypes of q and k.
 """
 
@@ -29,6 +30,13 @@ from opslot.ops.rotary_pos_emb.cases import (
     make_latent_benchmark_case,
 )
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+
+
+def with_batch(cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor, int]:
+    """`cos` and `sin` [S, R] for `unsqueeze_dim` 0 as [1, S, R] for 1; others as they are."""
+    if unsqueeze_dim == 0 and cos.ndim == sin.ndim == 2:
+        return cos[None], sin[None], 1
+    return cos, sin, unsqueeze_dim
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

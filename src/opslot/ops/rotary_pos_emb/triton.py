@@ -12,7 +12,7 @@ from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import launch_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.rotary_pos_emb.kernels.rotate import launch_rotation
-from opslot.ops.rotary_pos_emb.op import merge_sections
+from opslot.ops.rotary_pos_emb.op import merge_sections, with_batch
 
 _LABEL = "rotary_pos_emb_implementation='triton'"
 
@@ -124,6 +124,7 @@ def _apply(
         last: as `partial`, the last channels are rotated, and `k` may have fewer channels than `q`.
         keep_dtype: return the dtype of `q` whatever the dtype of `cos`.
     """
+    cos, sin, unsqueeze_dim = with_batch(cos, sin, unsqueeze_dim)
     if unsqueeze_dim not in (1, 2):
         reject(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
     swap = unsqueeze_dim == 2
@@ -178,11 +179,12 @@ def multimodal(
 
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`op.vision` for float32, bfloat16 and float16, computed in fp32."""
-    batched = [x.transpose(-3, -2)[(None,) * (q.ndim == 3)] for x in (q, k)]
-    cos_sin = [x[(None,) * (cos.ndim == 2)] for x in (cos, sin)]
+    batched = [(x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2) for x in (q, k)]
+    cos_sin = [x if x.ndim == 3 else x.unsqueeze(0) for x in (cos, sin)]
     _check(batched[0], batched[1], cos_sin[0], cos_sin[1])
     if cos.shape[-1] != q.shape[-1]:
         reject(_LABEL, "cos", f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}", "use eager")
-    rotated = _Rotary.apply(*batched, *cos_sin, True, q.shape[-1], False, False, False)
-    q_out, k_out = (x.transpose(1, 2) for x in rotated)
-    return (q_out.squeeze(0), k_out.squeeze(0)) if q.ndim == 3 else (q_out, k_out)
+    q_out, k_out = (
+        x.transpose(1, 2) for x in _Rotary.apply(*batched, *cos_sin, True, q.shape[-1], False, False, False)
+    )
+    return (q_out, k_out) if q.ndim == 4 else (q_out.squeeze(0), k_out.squeeze(0))
