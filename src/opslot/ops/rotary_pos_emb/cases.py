@@ -174,12 +174,11 @@ def as_single(case: InputCase) -> InputCase:
 
 
 def _as_vision(case: InputCase) -> InputCase:
-    """A [1, heads, S, D] case in [S, heads, D] order."""
+    """A [1, heads, S, D] case without its batch and in [S, heads, D] order."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         made = case.make(dtype, device, generator)
-        q, k = (made[name].squeeze(0).transpose(0, 1) for name in ("q", "k"))
-        return {"q": q, "k": k, **{name: made[name].squeeze(0) for name in ("cos", "sin")}}
+        return {name: x.squeeze(0).transpose(0, 1) if name in ("q", "k") else x.squeeze(0) for name, x in made.items()}
 
     return InputCase(case.name, make, case.role)
 
