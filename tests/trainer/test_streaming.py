@@ -152,3 +152,22 @@ def test_malformed_line_in_a_later_shard_raises(train, streaming, tmp_path, work
     # Earlier shards have 23 lines of 391 tokens, and a step takes 1024. With workers the error is raised earlier.
     assert steps == list(range(1, (8 if workers == 0 else len(steps)) + 1))
     assert len(steps) <= 8
+
+
+def test_workers_end_with_the_run(settings, tmp_path, monkeypatch):
+    """Rank 0 kept the iterator alive, whose worker ignores SIGTERM, and its interpreter waited for it at exit."""
+    settings["data"] |= {"num_workers": 1, "max_tokens_per_batch": 64}
+    trainer = trainer_of(settings, tmp_path)
+    begin, kept = type(trainer.batches).__iter__, []
+
+    def begin_and_keep(loader):
+        kept.append(begin(loader))
+        return kept[0]
+
+    monkeypatch.setattr(type(trainer.batches), "__iter__", begin_and_keep)
+    trainer.train()
+    left = multiprocessing.active_children()
+    for worker in left:
+        worker.kill()
+    assert kept
+    assert left == []

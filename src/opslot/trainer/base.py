@@ -259,11 +259,12 @@ class BaseTrainer(ABC):
         return TrainResult(self.step, completed, record, None if completed else self._stop_signal)
 
     def _run_steps(self) -> tuple[StepRecord | None, bool]:
-        record: StepRecord | None = None
-        with self._stop.listening(), self._closing_callbacks():
+        record = None
+        with self._stop.listening(), self._closing_callbacks(), contextlib.ExitStack() as opened:
             for callback in self.callbacks:
                 callback.on_train_start(self)
             batches = iter(self.batches)
+            opened.callback(getattr(batches, "close", lambda: None))  # Workers ignore the SIGTERM of an exit.
             if self._random_states is not None:
                 # After `iter`: a loader's iterator draws a seed for its workers.
                 restore_random_states(self._random_states)
