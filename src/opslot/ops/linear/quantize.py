@@ -15,7 +15,9 @@ _PROGRAMS = 1024
 _TILE = 128
 
 
-def quantize(x: Tensor, rows: Tensor | None, columns: Tensor | None, scale: Tensor, largest: float, most: float) -> None:
+def quantize(
+    x: Tensor, rows: Tensor | None, columns: Tensor | None, scale: Tensor, largest: float, most: float
+) -> None:
     """Write x in FP8, transposed into `columns`, and the scale that undoes the scaling.
 
     Args:
