@@ -180,7 +180,9 @@ def adamw(
     weight_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contract: see `op.reference`; contiguous tensors, updated in place."""
-    found = _form_and_row(param, grad.contiguous(), exp_avg, exp_avg_sq, step)
+    # The launch has only its address, so a copy must outlive it.
+    grad = grad.contiguous()
+    found = _form_and_row(param, grad, exp_avg, exp_avg_sq, step)
     assert found is not None, "dtypes of the contract"
     if param.numel():
         form, row = found

@@ -256,6 +256,16 @@ def test_strided_inputs():
         assert torch.equal(x, y)
 
 
+def test_strided_boundaries_and_sinks():
+    q, k, v = tensors(dtype=torch.float32)
+    cu_seqlens, sinks = boundaries(7, 1, 0, 50, 12), torch.randn(4, device=DEVICE)
+    padded = torch.stack((cu_seqlens, cu_seqlens + 9), 1)[:, 0]
+    expected = attention(Attention(), q, k, v, None, cu_seq_lens_q=cu_seqlens, s_aux=sinks)[0]
+    strided = {"cu_seq_lens_q": padded, "s_aux": torch.stack((sinks, sinks + 5), 1)[:, 0]}
+    assert not padded.is_contiguous()
+    assert torch.equal(attention(Attention(), q, k, v, None, **strided)[0], expected)
+
+
 @pytest.mark.parametrize("needed", [0, 1, 2])
 def test_gradient_of_one_argument(needed):
     leaves = [x.float() for x in tensors(length=33)]
@@ -322,6 +332,11 @@ def test_compiles_with_fullgraph(dynamic):
         ({"key": torch.zeros(1, 2, 70, 32, dtype=torch.bfloat16)}, "cannot take key: it is torch.bfloat16"),
         ({"query": torch.zeros(1, 4, 70, 320), "key": torch.zeros(1, 2, 70, 320)}, "its head size is 320"),
         ({"key": torch.zeros(1, 3, 70, 32), "value": torch.zeros(1, 3, 70, 32)}, "4 query heads"),
+        ({"key": torch.zeros(2, 2, 70, 32)}, r"cannot take key: its shape is \(2, 2, 70, 32\) beside query's"),
+        ({"value": torch.zeros(1, 1, 70, 32)}, r"cannot take value: its shape is \(1, 1, 70, 32\) beside key's"),
+        ({"value": torch.zeros(1, 2, 69, 32)}, "cannot take value"),
+        ({"s_aux": torch.zeros(2)}, "cannot take s_aux: its shape is"),
+        ({"cu_seq_lens_q": boundaries(70), "cu_seq_lens_k": boundaries(30, 40)}, "it has 3 boundaries beside 2"),
     ],
 )
 def test_unsupported_arguments_raise(change, message):

@@ -159,6 +159,7 @@ def test_empty_input():
     ("change", "argument"),
     [
         ({"value": torch.zeros(1, 8, 3, 24)}, "value"),
+        ({"query": torch.zeros(1, 7, 2, 16)}, "query"),
         ({"initial_state": torch.zeros(2, 4, 16, 24)}, "initial_state"),
         ({"cu_seqlens": torch.tensor([0, 4, 8]), "initial_state": torch.zeros(1, 4, 16, 24)}, "initial_state"),
     ],
@@ -412,6 +413,10 @@ def test_triton_compiles_with_fullgraph(channels):
         ({"value": torch.zeros(1, 8, 3, 24)}, "value"),
         ({"initial_state": torch.zeros(2, 4, 16, 24)}, "initial_state"),
         ({"beta": torch.zeros(1, 8, 4, dtype=torch.float64)}, "beta"),
+        ({"query": torch.zeros(2, 8, 2, 16)}, "query"),
+        ({"value": torch.zeros(1, 7, 4, 24)}, "value"),
+        ({"g": torch.zeros(1, 8, 2)}, "g"),
+        ({"beta": torch.zeros(1, 7, 4)}, "beta"),
     ],
 )
 def test_triton_errors_name_kernel_and_argument(change, argument):

@@ -26,6 +26,21 @@ def test_weight_is_not_copied_and_patches_are_not_cut_again():
     assert set(saved) <= {x.data_ptr(), weight.data_ptr()}
 
 
+def test_one_input_without_batch():
+    x, weight = torch.randn(3, 8, 4), torch.randn(5, 3, 4, 4)
+    torch.testing.assert_close(linear(x, weight), nn.functional.conv2d(x, weight, stride=4))
+
+
+def test_inputs_smaller_than_a_patch_raise():
+    with pytest.raises(KernelError, match=r"cannot take x: shape \(2, 3, 8, 3\), smaller than one patch"):
+        linear(torch.randn(2, 3, 8, 3), torch.randn(5, 3, 4, 4))
+
+
+def test_broadcast_bias_raises():
+    with pytest.raises(KernelError, match=r"cannot take bias: shape \(1,\)"):
+        linear(torch.randn(2, 3, 8, 4), torch.randn(5, 3, 4, 4), torch.randn(1))
+
+
 @pytest.mark.parametrize(
     "conv",
     [

@@ -379,6 +379,18 @@ def test_exported_torch_fused_has_gradients():
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_torch_fused_with_float64_beside_float32(dtypes):
+    for variant in ("standard", "weight_offset", "cast_after_weight"):
+        x, weight = (torch.randn(shape, dtype=d, requires_grad=True) for shape, d in zip(((3, 8), (8,)), dtypes))
+        found, wanted = (
+            torch.autograd.grad(function(x, weight, EPS).square().sum(), (x, weight))
+            for function in (load(variant, "torch_fused"), getattr(op, variant))
+        )
+        # The statistics of float32 rows are float32.
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 8)])
 def test_torch_fused_broadcast_weights_raise(shape):
     for variant in ("standard", "weight_offset", "cast_after_weight"):

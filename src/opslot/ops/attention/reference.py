@@ -115,7 +115,7 @@ def document_bounds(
             given = longest_document(cu_seqlens, given)
         check_cu_seqlens(f"attn_implementation={name!r}", f"cu_seq_lens_{side}", cu_seqlens, rows, length, given)
         longest.append(longest_document(cu_seqlens, given))
-    return *bounds, longest[0], longest[1]
+    return bounds[0].contiguous(), bounds[1].contiguous(), longest[0], longest[1]
 
 
 # Options that change the result, and the kernels that support them. Other kernels must reject them.

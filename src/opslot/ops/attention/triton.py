@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def make_attention(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         A window without causality is that of FlashAttention: it ends `sliding_window - 1` tokens to either side.
         """
         _check(name, query, key, value, attention_mask, dropout, scaling)
-        reject_options(name, kwargs, served=("softcap", "s_aux"))
+        _check_options(name, query, kwargs)
         causal = causal_of(module, kwargs)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -114,6 +114,12 @@ def _check(
     for argument, width in (("query", query.shape[-1]), ("value", value.shape[-1])):
         if width > 256:
             reject(kernel, argument, f"its head size is {width}, supported are sizes up to 256", "use sdpa or eager")
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        found = f"its shape is {tuple(key.shape)} beside query's {tuple(query.shape)}"
+        reject(kernel, "key", found, "expand it, or use eager")
+    if value.shape[:3] != key.shape[:3]:
+        found = f"its shape is {tuple(value.shape)} beside key's {tuple(key.shape)}"
+        reject(kernel, "value", found, "expand it, or use eager")
     if query.shape[1] % key.shape[1]:
         reject(kernel, "key", f"{query.shape[1]} query heads are no multiple of its {key.shape[1]}", "repeat its heads")
     if mask is not None and mask.dim() != 2:
@@ -121,6 +127,18 @@ def _check(
         reject(kernel, "attention_mask", found, "pass cu_seq_lens_q or sliding_window instead, or use sdpa")
     if scaling is not None and scaling <= 0:
         reject(kernel, "scaling", f"it is {scaling}", "pass a positive factor")
+
+
+def _check_options(name: str, query: Tensor, kwargs: Mapping[str, Any]) -> None:
+    kernel = f"attn_implementation={name!r}"
+    reject_options(name, kwargs, served=("softcap", "s_aux"))
+    sinks, cu_q, cu_k = (kwargs.get(option) for option in ("s_aux", "cu_seq_lens_q", "cu_seq_lens_k"))
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        found = f"its shape is {tuple(sinks.shape)} beside {query.shape[1]} query heads"
+        reject(kernel, "s_aux", found, "pass one number per query head")
+    if cu_q is not None and cu_k is not None and cu_q.shape != cu_k.shape:
+        found = f"it has {cu_k.shape[0]} boundaries beside {cu_q.shape[0]} of cu_seq_lens_q"
+        reject(kernel, "cu_seq_lens_k", found, "give every document a boundary in both")
 
 
 def _padded(
@@ -263,7 +281,7 @@ def _run(
     tile = call.plan.forward
     launch_forward(
         call.blocks(cdiv(call.queries * call.group, tile.rows)),
-        (q, k, v, sinks, visible, *outputs),
+        (q, k, v, None if sinks is None else sinks.contiguous(), visible, *outputs),
         (*call.strides, *_interval_strides(visible)),
         (*call.sizes, *call.factors),
         (

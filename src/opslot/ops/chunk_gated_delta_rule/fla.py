@@ -39,7 +39,7 @@ def chunk_gated_delta_rule(
             reject(_LABEL, name, f"its dtype is {tensor.dtype}, not bfloat16", "use torch_chunked")
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
-    check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
+    check_shapes(_LABEL, query, key, value, g, beta, initial_state, cu_seqlens)
     shape, groups = value.shape, value.shape[2] // key.shape[2]
     if cu_seqlens is not None:
         query, key, value, g, beta = map(one_row, (query, key, value, g, beta))

@@ -52,7 +52,7 @@ def reference(
     Raises:
         KernelError: `cu_seqlens` that do not cover the tokens or cross rows, or heads that do not divide.
     """
-    check_shapes("chunk_gated_delta_rule", key, value, initial_state, cu_seqlens)
+    check_shapes("chunk_gated_delta_rule", query, key, value, g, beta, initial_state, cu_seqlens)
     log_decays = g if g.dim() == 4 else g[..., None]
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, length, heads, v_width = value.shape
@@ -75,7 +75,14 @@ def reference(
 
 
 def check_shapes(
-    kernel: str, key: Tensor, value: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> None:
     """Raise KernelError, naming `kernel`, for inconsistent arguments."""
     if value.shape[2] % key.shape[2]:
@@ -84,9 +91,17 @@ def check_shapes(
     if cu_seqlens is not None:
         check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, *key.shape[:2])
     states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    wanted = (states, value.shape[2], key.shape[3], value.shape[3])
-    if initial_state is not None and initial_state.shape != wanted:
-        reject(kernel, "initial_state", f"its shape is {tuple(initial_state.shape)}", f"give it the shape {wanted}")
+    by_head = tuple(value.shape[:3])
+    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "query": (query, tuple(key.shape)),
+        "value": (value, (*key.shape[:2], *value.shape[2:])),
+        "g": (g, by_head if g.dim() == 3 else (*by_head, key.shape[3])),
+        "beta": (beta, by_head),
+        "initial_state": (initial_state, (states, value.shape[2], key.shape[3], value.shape[3])),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tensor.shape != shape:
+            reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
 
 
 def _scan(

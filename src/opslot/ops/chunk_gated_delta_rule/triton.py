@@ -116,7 +116,7 @@ def chunk_gated_delta_rule(
             reject(_LABEL, name, f"its dtype is {tensor.dtype}, query's is {query.dtype}", "give all three the same")
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
-    check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
+    check_shapes(_LABEL, query, key, value, g, beta, initial_state, cu_seqlens)
     shape = value.shape
     if cu_seqlens is not None:
         query, key, value, g, beta = map(one_row, (query, key, value, g, beta))

@@ -5,10 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
+from opslot.ops._common.arguments import reject
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`op.standard` as one matmul with the weight as a matrix [D, C * patch], a view."""
     patch, dims = weight.shape[2:], weight.dim() - 2
+    if x.dim() == dims + 1:
+        # As torch's convolutions, one input without N.
+        return linear(x.unsqueeze(0), weight, bias).squeeze(0)
+    if x.dim() != dims + 2 or any(size < length for size, length in zip(x.shape[2:], patch)):
+        found = f"shape {tuple(x.shape)}, smaller than one patch of {tuple(weight.shape[1:])}"
+        reject("patch_embed_implementation='linear'", "x", found, "pass inputs of at least one patch")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        found = f"shape {tuple(bias.shape)} beside weight {tuple(weight.shape)}"
+        reject("patch_embed_implementation='linear'", "bias", found, "give it one element per output channel")
     counts = [size // length for size, length in zip(x.shape[2:], patch, strict=True)]
     # [N, C, counts and patch lengths alternating], of which `reshape` copies nothing if patches were cut before.
     for dim in reversed(range(dims)):

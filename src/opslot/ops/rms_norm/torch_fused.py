@@ -6,6 +6,7 @@ multiplication; autograd would save and read four intermediates of the eager cod
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ _LABEL = "rms_norm_implementation='torch_fused'"
 
 def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+    return [x.to(dtype) for x in tensors]
 
 
 def _multiply(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
@@ -51,7 +57,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, weight, rstd = ctx.saved_tensors
         width = hidden_states.shape[-1]
-        x, dy, scale = _upcast(hidden_states), _upcast(dout), _upcast(weight)
+        # torch's matmul takes one dtype: float64 if any of them has it.
+        x, dy, scale = _in_one_dtype(_upcast(hidden_states), _upcast(dout), _upcast(weight))
         if ctx.weight_offset:
             scale = scale + 1.0
         product = dy * x

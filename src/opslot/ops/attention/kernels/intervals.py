@@ -102,26 +102,25 @@ def intervals(
         window: a query sees `window` keys up to its own, and without causality as many after it.
     """
     (batch, queries), keys = q.shape[:2], k.shape[1]
-    if cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
-    rows = 1 if cu_seqlens_q is None else batch
+    bounds = [cu.contiguous() for cu in (cu_seqlens_q, cu_seqlens_k) if cu is not None]
+    rows = batch if bounds else 1
     # Multiples of 16 keep the fast path of the launcher.
     found = torch.empty(4, rows, cdiv(max(queries, keys), 16) * 16, dtype=torch.int32, device=q.device)
     before = UNLIMITED if window is None else window - 1
     after = 0 if causal else before
     _launch_intervals(
         (cdiv(max(queries, keys), _BLOCK), rows, 2),
-        (found, found, found) if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k, found),
+        (bounds[0], bounds[-1], found) if bounds else (found, found, found),
         (found.stride(1),),
         (
             rows,
             queries,
             keys,
-            0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+            bounds[0].shape[0] - 1 if bounds else 0,
             before,
             after,
         ),
-        (cu_seqlens_q is not None, _BLOCK),
+        (bool(bounds), _BLOCK),
         4,
     )
     return found
