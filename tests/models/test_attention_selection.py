@@ -148,6 +148,17 @@ def test_sub_models_get_their_own_attention():
     assert {row.slot: row.chosen for row in named if row.op == "attention"} == {text: "eager", tower: "sdpa"}
 
 
+def test_attention_that_reads_no_implementation_keeps_its_masks():
+    """Gemma 4's audio tower reads a dense mask in code of its own, whatever kernel the other parts have."""
+    model = random_model(tiny_config("gemma4"))
+    tower = model.model.audio_tower
+    before = tower.config._attn_implementation
+    report = opslot.apply(model, {"attn_implementation": "sdpa"}, device="cpu")
+    assert type(tower).__name__ not in {row.slot for row in report if row.op == "attention"}
+    assert tower.config._attn_implementation == before
+    assert model.config.get_text_config()._attn_implementation.startswith("opslot_sdpa")
+
+
 def test_pixtral_passes_cu_seqlens_instead_of_a_mask_of_all_images(monkeypatch):
     """The mask would have the square of the patches of all images, and attention would compute all of it."""
     config = transformers.PixtralVisionConfig(

@@ -51,10 +51,15 @@ def _applies_to(model: Any) -> str | None:
         return None
     modules = [m for m in model.modules() if m.__dict__.get("config") is model.config]
     variants = {found[0] for m in modules if (found := attention_options(m)) is not None}
-    skipped = any("Attention" in type(m).__name__ or skip_reason(m, "attention") for m in modules)
-    if not variants and not skipped:
+    if not variants and not any(skip_reason(m, "attention") or _is_unknown_attention(m) for m in modules):
         return None
     return "bidirectional" if variants == {"bidirectional"} else "causal"
+
+
+def _is_unknown_attention(module: Any) -> bool:
+    """Generated attention without options or a skip, such as that of Gemma 4's audio, reads no implementation."""
+    cls = type(module)
+    return "Attention" in cls.__name__ and not cls.__module__.startswith("opslot.")
 
 
 # What Transformers selects by default; anything else was set by the user.
