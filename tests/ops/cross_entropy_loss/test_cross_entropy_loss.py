@@ -194,6 +194,27 @@ def test_policy_gradient_equals_the_causal_loss(name):
     assert_same(gradients(loss, hidden, weight, labels), gradients(load(name), hidden, weight, labels))
 
 
+def test_log_probs_with_tokens_that_cannot_occur(name):
+    """Gradients of log-probabilities are eager's, and the entropy is that of the other tokens."""
+    hidden, weight, labels = inputs()
+    bias = torch.zeros(37)
+    bias[torch.tensor([0, *range(20, 37)])] = float("-inf")
+    labels = labels.where(labels < 0, labels % 19 + 1)
+
+    def log_probs(kernel):
+        return lambda h, w, y: kernel(h, w, y, bias=bias)[0].sum()
+
+    kernel = load(name, "token_log_probs")
+    eager = reference("token_log_probs")
+    expected = gradients(log_probs(eager), hidden, weight, labels)
+    assert_same(gradients(log_probs(kernel), hidden, weight, labels), expected)
+    found = gradients(lambda h, w, y: kernel(h, w, y, bias=bias)[1].sum(), hidden, weight, labels)
+    possible = weight.detach()[1:20].requires_grad_()
+    expected = gradients(lambda h, w, y: eager(h, w, y - (y > 0).long())[1].sum(), hidden, possible, labels)
+    assert_same((*found[:2], found[2][1:20]), expected)
+    assert not found[2][20:].any()
+
+
 def test_entropy_of_a_uniform_distribution(name, small_chunks):
     hidden, weight, labels = inputs()
     log_probs, entropy = load(name, "token_log_probs")(hidden, weight.detach() * 0, labels)

@@ -52,11 +52,16 @@ def loss_step(
     return _finish(gradient, slope, ignored, factor, logits.dtype)
 
 
+def _finite(log_p: Tensor) -> Tensor:
+    """`log_p`, in place, without the -inf of logits of -inf, of which p log p is 0."""
+    return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
+
+
 def token_step(logits: Tensor, labels: Tensor, log_probs: Tensor, entropy: Tensor, shaping: Shaping) -> None:
     """See `Backend.token_step`."""
     ignored, index, log_p, probs, _, _ = _log_softmax(logits, labels, shaping)
     log_probs.copy_(log_p.gather(1, index).squeeze(1).masked_fill_(ignored, 0.0))
-    entropy.copy_(probs.mul_(log_p).sum(1).neg_().masked_fill_(ignored, 0.0))
+    entropy.copy_(probs.mul_(_finite(log_p)).sum(1).neg_().masked_fill_(ignored, 0.0))
 
 
 def token_grad_step(
@@ -70,7 +75,7 @@ def token_grad_step(
     """See `Backend.token_grad_step`: a (onehot - p) - b p (log p + entropy) for incoming gradients a and b."""
     ignored, index, log_p, probs, rest, slope = _log_softmax(logits, labels, shaping)
     a, b = grad_log_probs.unsqueeze(1), grad_entropy.unsqueeze(1)
-    by_entropy = log_p.add_(entropy.unsqueeze(1)).mul_(probs).mul_(-b)
+    by_entropy = _finite(log_p).add_(entropy.unsqueeze(1)).mul_(probs).mul_(-b)
     own = by_entropy.gather(1, index) + a * rest
     grad = by_entropy.addcmul_(probs, a, value=-1.0).scatter_(1, index, own)
     if shaping.scale != 1.0:

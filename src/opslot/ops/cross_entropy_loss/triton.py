@@ -180,9 +180,10 @@ def _token_kernel(
 
     own_z = tl.load(row_ptr + label, mask=(label >= 0) & (label < vocab), other=float("nan"))
     own = _shape(own_z, scale, cap, SCALED, CAPPED)
-    highest = own
+    # A finite one: differences from logits of -inf would be NaN.
+    highest = tl.where(own == float("-inf"), -1.0e38, own)
     others = 0.0
-    # Sum of exp(x - highest) * (x - highest) without the label, as in `others`.
+    # Sum of exp(x - highest) * (x - highest) without the label, as in `others`; a logit of -inf adds 0.
     weighted = 0.0
     for start in range(0, vocab, BLOCK):
         column = start + columns
@@ -190,7 +191,7 @@ def _token_kernel(
         x = _shape(z, scale, cap, SCALED, CAPPED)
         counts = (column < vocab) & (column != label)
         new_highest = tl.maximum(highest, tl.max(tl.where(counts, x, float("-inf"))))
-        above = tl.where(counts, x - new_highest, -1.0e4)
+        above = tl.where(counts & (x != float("-inf")), x - new_highest, -1.0e4)
         e = tl.exp(above)
         shrink = tl.exp(highest - new_highest)
         weighted = shrink * (weighted + (highest - new_highest) * others) + tl.sum(e * above)
@@ -211,13 +212,15 @@ def _token_kernel(
             z = tl.load(row_ptr + column, mask=column < vocab, other=0.0)
             x = _shape(z, scale, cap, SCALED, CAPPED)
             p = tl.exp(x - highest) / total
-            grad = tl.where(column == label, a * (others / total), -a * p) - b * p * (x - highest + shift)
+            above = tl.where(x == float("-inf"), 0.0, x - highest + shift)
+            grad = tl.where(column == label, a * (others / total), -a * p) - b * p * above
             if SCALED or CAPPED:
                 grad *= _slope(x, scale, cap, SCALED, CAPPED)
             tl.store(row_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < vocab)
     else:
         tl.store(log_probs_ptr + row, own_above - log_total)
-        tl.store(entropy_ptr + row, log_total - (weighted + own_exp * own_above) / total)
+        own_weighted = own_exp * tl.where(own == float("-inf"), 0.0, own_above)
+        tl.store(entropy_ptr + row, log_total - (weighted + own_weighted) / total)
 
 
 @triton.jit
