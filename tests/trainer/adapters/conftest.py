@@ -5,12 +5,13 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.trainer.adapters.runs import DENSE, LORA
-
 
 @pytest.fixture
 def write(settings, tmp_path, model_folder):
     """Write `settings` with `lora`, for an output folder of that name; the base is a random Qwen3-MoE."""
+    # Not above: PEFT imports Triton, and pytest may load this file before the interpreter is selected.
+    from tests.trainer.adapters.runs import LORA
+
     torch.manual_seed(0)
     config = json.loads((model_folder / "config.json").read_text())
     base = tmp_path / "base"
@@ -33,6 +34,8 @@ def write(settings, tmp_path, model_folder):
 @pytest.fixture
 def dense_base(settings, write, tmp_path):
     """Replaces the base by a random Qwen3 without experts."""
+    from tests.trainer.adapters.runs import DENSE
+
     torch.manual_seed(0)
     folder = tmp_path / "dense"
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**DENSE)).save_pretrained(folder)
