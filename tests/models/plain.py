@@ -4,6 +4,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from tests.models.sizes import SIZES
+
 PREFIX = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "seed_oss": "SeedOss", "qwen3_moe": "Qwen3Moe"}
 MOE = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 3, "output_router_logits": True}
 
@@ -12,15 +14,9 @@ def config_of(arch, **more):
     return AutoConfig.for_model(
         arch,
         **{
+            **SIZES,
             "vocab_size": 97,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
             "max_position_embeddings": 64,
-            "pad_token_id": 0,
             "residual_dropout": 0.0,
             "attention_dropout": 0.0,
             **(MOE if arch == "qwen3_moe" else {}),

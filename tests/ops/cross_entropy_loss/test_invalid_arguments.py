@@ -24,7 +24,7 @@ def test_label_outside_the_vocabulary_raises(name):
 def test_invalid_label_is_named(variant, label):
     hidden, weight, labels = inputs(grad=False)
     if DEVICE != "cpu":
-        pytest.skip("on a device, torch's own assertion tells")
+        pytest.skip("on a device, torch itself raises an assertion")
     labels[1, 5] = label
     with pytest.raises(KernelError, match=f"cannot take labels: label {label} is out of bounds: the vocabulary has 37"):
         load("chunk_loss", variant)(hidden, weight, labels)

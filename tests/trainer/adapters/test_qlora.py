@@ -13,6 +13,16 @@ from opslot.ops.linear.nf4 import dequantize
 from tests.trainer.adapters.runs import losses, peft_losses, recorded_steps, run_config
 
 
+def train_as_peft(run, model, folder):
+    """Train, and compare the losses with those of PEFT on `model`, which has the dequantized weights."""
+    model.save_pretrained(folder / "dequantized")
+    start = save_adapter(run.model, folder / "start")
+    steps = recorded_steps(run)
+    run.train()
+    expected = peft_losses(folder / "dequantized", start, steps, run.config.train)
+    assert losses(folder / "run") == pytest.approx(expected, rel=1e-5)
+
+
 def test_qlora_trains_on_quantized_weights(trainer, dense_base, write, tmp_path):
     """As a model whose linear layers hold the dequantized values, with what PEFT trains and saves."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -28,12 +38,7 @@ def test_qlora_trains_on_quantized_weights(trainer, dense_base, write, tmp_path)
             target = model.get_submodule(path.removesuffix(".base_layer")).weight
             assert not torch.equal(target, values)
             target.copy_(values)
-    model.save_pretrained(tmp_path / "dequantized")
-    start = save_adapter(run.model, tmp_path / "start")
-    steps = recorded_steps(run)
-    run.train()
-    expected = peft_losses(tmp_path / "dequantized", start, steps, run.config.train)
-    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
+    train_as_peft(run, model, tmp_path)
     assert "14 linear layers compute with nf4 (bitsandbytes) weights" in str(explain(run.model))
     assert run_config(write("split", nf4, lr_scheduler="constant", micro_batch_size=None, max_steps=2)) == 0
     resumed = write(
@@ -92,12 +97,7 @@ def test_qlora_quantizes_experts(trainer, settings, tmp_path, kernel, checkpoint
     with torch.no_grad():
         for name, value in values.items():
             model.get_parameter(name.replace(".base_layer", "")).copy_(value)
-    model.save_pretrained(tmp_path / "dequantized")
-    start = save_adapter(run.model, tmp_path / "start")
-    steps = recorded_steps(run)
-    run.train()
-    expected = peft_losses(tmp_path / "dequantized", start, steps, run.config.train)
-    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
+    train_as_peft(run, model, tmp_path)
     assert not run.meter.uncounted_lines()
     if adapters_on_experts:
         assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0

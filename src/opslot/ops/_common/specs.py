@@ -41,7 +41,7 @@ def add_kernel(
         factory: "file:function" in the op's folder, where {variant} is the variant; or as `KernelSpec` takes it.
         options: of `KernelSpec`.
     """
-    for variant in variants or op.variants:
+    for variant in op.variants if variants is None else variants:
         path = f"opslot.ops.{op.name}.{factory.format(variant=variant)}" if isinstance(factory, str) else factory
         KERNEL_REGISTRY.register(KernelSpec(name, op.name, variant, path, **options))
 

@@ -18,8 +18,8 @@ _EPSILON, _EPS = "{0}, self.weight, self.variance_epsilon{rest}", "{0}, self.wei
 _POWER = "4d43b729b274"
 
 
-def _is_layer_norm(name: str, text: str) -> bool:
-    """Whether a norm subtracts the mean, or is another than over channels, as its name has it."""
+def _is_other_norm(name: str, text: str) -> bool:
+    """Whether a norm is a batch norm, or a layer norm that subtracts the mean, unlike T5's."""
     return "BatchNorm" in name or ("LayerNorm" in name and bool(re.search(r"\w - \w", text)))
 
 
@@ -133,7 +133,7 @@ NORMS = MethodForms(
         ),
     ),
     candidate=lambda name, text: (
-        "RMSNorm" in name or ("Norm" in name and "rsqrt" in text and not _is_layer_norm(name, text))
+        "RMSNorm" in name or ("Norm" in name and "rsqrt" in text and not _is_other_norm(name, text))
     ),
     reason="computes another norm than the reviewed forms",
 )
