@@ -74,6 +74,12 @@ _STATEMENTS = (
         "gemma3n",
     ),
     GatedStatements(
+        "standard",
+        "$activated = self.act_fn(self.wi_0($x))\n$up = self.wi_1($x)\n$gated = $activated * $up",
+        "$gated = {slot}(self.wi_0($x), self.wi_1($x), self.act_fn)",
+        "t5, mt5, umt5, longt5, pop2piano, udop",
+    ),
+    GatedStatements(
         "clamped",
         "$gate = self.gate_proj($x).clamp(max=self.limit)\n"
         "$up = self.up_proj($y).clamp(min=-self.limit, max=self.limit)\n"

@@ -75,7 +75,7 @@ def activation_of(request: KernelRequest) -> str | None:
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    names = ("down_proj", "output_linear", "Wo", "fc2")
+    names = ("down_proj", "output_linear", "Wo", "wo", "fc2")
     widths = (getattr(getattr(request.module, name, None), "in_features", None) for name in names)
     width = next((width for width in widths if width is not None), None)
     return None if width is None else {"width": width}
