@@ -11,6 +11,7 @@ from opslot.models._subclasses import derived, overridden, with_slots
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
 from opslot.slots.protocol import ADOPT, copy_upstream_globals, derived_from, set_replaced_forward
+from opslot.slots.replaced_forwards import replaced_by
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ def _give_class(module: Any, old: type, new: type) -> None:
         _record_outputs_of(module)
     problem = overridden(new)
     if "forward" in module.__dict__:
-        problem = "forward was replaced on this instance before opslot.apply (a hook of accelerate, a hub kernel)"
+        problem = f"forward was replaced on this instance before opslot.apply, by {replaced_by(module)}"
     set_replaced_forward(module, problem)
 
 

@@ -28,6 +28,7 @@ from opslot.slots.protocol import (
     why_by_document,
 )
 from opslot.slots.registry import KERNEL_REGISTRY, Resolution
+from opslot.slots.replaced_forwards import replaced_since_binding, watch_named_kernels
 from opslot.slots.report import BindingReport, make_report
 from opslot.slots.slot import BoundKernel
 
@@ -46,12 +47,14 @@ class _Written:
     Attributes:
         runs: by module path and slot, which of Transformers' implementations ran then.
         watch: the hook that re-binds the model on another device.
+        checked: whether a call in training showed which named kernels run where forwards were replaced.
     """
 
     binding: Binding
     runs: Runs
     report: BindingReport
     watch: Any
+    checked: bool = False
 
 
 class _Placed(NamedTuple):
@@ -176,7 +179,10 @@ def _follow(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """
     import torch
 
-    bound = binding_state(model).binding.device.torch_type
+    state = binding_state(model)
+    if not state.checked and model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        state.checked = watch_named_kernels(model, kwargs)
+    bound = state.binding.device.torch_type
     parameter = next(iter(model.parameters()), None)
     given = [x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     if parameter is None or not given:
@@ -228,8 +234,8 @@ def _by_document(model: Any) -> str:
 def explain(model: Any) -> BindingReport:
     """The table of a bound model: slot, op, kernel, why, what was rejected and why, and the parts without a slot.
 
-    It shows what runs now, also where `model.set_attn_implementation` or the like was called after binding. A model
-    that was never bound gives its slots on eager, or none at all.
+    It shows what runs now, also where `model.set_attn_implementation` or the like was called after binding, and the
+    modules whose forward was replaced since. A model that was never bound gives its slots on eager, or none at all.
 
     Raises:
         ConfigError: `model` is not a module.
@@ -237,10 +243,10 @@ def explain(model: Any) -> BindingReport:
     require_module(model, "opslot.explain")
     for inner in model.modules():
         if (state := binding_state(inner)) is not None:
-            now = _runs(inner, state.binding)
-            if now == state.runs:
+            now, replaced = _runs(inner, state.binding), replaced_since_binding(inner)
+            if now == state.runs and not replaced:
                 return state.report
-            return make_report(state.binding, state.runs, now, state.report.note)
+            return make_report(state.binding, state.runs, now, state.report.note, replaced)
     unbound = tuple(
         SlotBinding(path, slot, class_name(module), Resolution(op_name, variant, "eager", "not bound", (), False))
         for path, module, slot, op_name, variant in walk_slots(model)

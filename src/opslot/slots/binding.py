@@ -183,7 +183,8 @@ def resolve(
         wanted = config.choice(op_name, variant, at.path, parts)
         keeps = None if at.name else _keeps(at, wanted)
         try:
-            resolution = _resolve_at(request, wanted, keeps)
+            in_module = bool(at.name) or KERNEL_REGISTRY.op(op_name).per_module
+            resolution = _resolve_at(request, wanted, keeps, in_module)
         except ProfileError:
             # Not a problem of this slot.
             raise
@@ -266,15 +267,20 @@ def _keeps(at: ModuleSlot, wanted: str) -> str | None:
     return reason or (keeps(at.module, attached(at.module).get(at.op_name), wanted) if keeps else None)
 
 
-def _resolve_at(request: KernelRequest, wanted: str, keeps: str | None) -> Resolution:
-    """The registry's selection, except where the module itself rules kernels out."""
+def _resolve_at(request: KernelRequest, wanted: str, keeps: str | None, in_module: bool) -> Resolution:
+    """The registry's selection, except where the module itself rules kernels out.
+
+    Args:
+        in_module: the kernel is called in the module's own forward.
+    """
     op = KERNEL_REGISTRY.op(request.op_name)
     variant = op.variant(request.variant)
     specs = KERNEL_REGISTRY.specs(request.op_name, request.variant)
     if wanted == "eager":
         return KERNEL_REGISTRY.resolve(request, wanted)
     named = wanted != "auto"
-    problem = keeps or replaced_forward(request.module)
+    # The kernel of a model's attention runs in the modules inside, whatever calls them.
+    problem = keeps or (replaced_forward(request.module) if in_module else None)
     optional = keeps is not None or variant.extends is not None
     if problem is None and variant.check_module:
         problem = variant.check_module(request.module)

@@ -116,17 +116,20 @@ def make_report(
     runs: Mapping[tuple[str, str], str | None],
     now: Mapping[tuple[str, str], str | None],
     note: str,
+    replaced: Mapping[str, str] | None = None,
 ) -> BindingReport:
     """The table of a binding, or of slots without one.
 
     Args:
         runs: by module and slot, which of Transformers' implementations ran when the model was bound.
         now: which of them runs now.
+        replaced: by module, what replaced its forward since it was bound.
     """
     groups: dict[BindingRow, list[str]] = {}
     for slot in binding.slots if isinstance(binding, Binding) else binding:
         at = slot.path, slot.key
-        groups.setdefault(_row(slot, runs.get(at), now.get(at)), []).append(slot.path)
+        by = (replaced or {}).get(slot.path, "") if slot.slot and slot.resolution.chosen != "eager" else ""
+        groups.setdefault(_row(slot, runs.get(at), now.get(at), by), []).append(slot.path)
     # A model that is selected for as a whole is not named.
     rows = [
         BindingRow(**{**vars(row), "modules": () if row.slot == "model" and paths == [""] else tuple(paths)})
@@ -144,13 +147,15 @@ def make_report(
     return BindingReport(tuple(rows), str(binding.device), note, binding.model_dtype, skipped)
 
 
-def _row(slot: SlotBinding, then: str | None, now: str | None) -> BindingRow:
+def _row(slot: SlotBinding, then: str | None, now: str | None, replaced_by: str) -> BindingRow:
     r = slot.resolution
     label = f"{slot.owner}.{slot.slot}" if slot.slot else slot.owner if slot.path else "model"
     chosen, why, wrappers = r.chosen, r.why, tuple(wrapper.name for wrapper in slot.wrappers)
     if now != then:
         chosen = "eager" if now == "eager" else "replaced"
         why, wrappers = f"the model was set to Transformers' {now!r} after opslot bound {r.chosen}", ()
+    if replaced_by:
+        why += f"; {replaced_by} replaced the module's forward since, so it runs only where that calls the original"
     return BindingRow(
         label, r.op_name, r.variant, chosen, why, r.rejected, (), wrappers, (now or "") if chosen == "eager" else ""
     )

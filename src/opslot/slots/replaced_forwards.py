@@ -1,0 +1,125 @@
+"""Forwards that other libraries replaced on an instance after its slots were bound.
+
+TRL's trainers compute losses from the weight of the head in such a forward, Liger-Kernel sets its own on each norm and
+MLP, and Accelerate sets one that calls the original under autocast. Only a call shows whether a slot is still read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from opslot._base.logging import get_logger
+from opslot.slots.protocol import bound_kernel, replaced_forward, set_kernel, walk_slots
+from opslot.slots.slot import BoundKernel
+
+logger = get_logger(__name__)
+
+
+def replaced_by(module: Any) -> str:
+    """The function that an instance's forward was replaced by, e.g. "trl.trainer.utils.add_fused_lm_head"; "" if none.
+
+    `functools.wraps` gives it the name of the function that it replaces, so the name is that in its code.
+    """
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return ""
+    function = getattr(forward, "__func__", forward)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+    return f"{function.__globals__.get('__name__', '?')}.{code.co_qualname.partition('.<locals>')[0]}"
+
+
+def replaced_since_binding(model: Any) -> dict[str, str]:
+    """By the path of each module with slots whose forward was replaced since they were bound, what replaced it."""
+    return {
+        at.path: found
+        for at in walk_slots(model)
+        if "forward" in at.module.__dict__ and replaced_forward(at.module) is None and (found := replaced_by(at.module))
+    }
+
+
+class _Watched(NamedTuple):
+    """A named kernel in a slot whose module's forward was replaced, while a call of the model runs."""
+
+    module: Any
+    path: str
+    slot: str
+    kernel: BoundKernel
+    watching: _Watching
+
+
+class _Watching(BoundKernel):
+    """A kernel that notes whether it was called."""
+
+    def __init__(self, kernel: BoundKernel) -> None:
+        super().__init__(kernel.op_name, kernel.variant, kernel.name, kernel.explicit, kernel.kernel, kernel.path)
+        self.called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        return super().__call__(*args, **kwargs)
+
+    def other_variant(self, variant: str) -> BoundKernel:
+        self.called = True
+        return super().other_variant(variant)
+
+
+def watch_named_kernels(model: Any, arguments: Mapping[str, Any]) -> bool:
+    """Log, after the call of `model` that begins now, each named kernel that a replaced forward did not call.
+
+    Args:
+        arguments: those of the call. Without labels, a loss is not computed.
+
+    Returns:
+        Whether no later call has to be watched.
+    """
+    has_labels = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
+    found, waits = [], False
+    for module, path, slot, kernel in _named_in_replaced(model):
+        if kernel.op_name == "cross_entropy_loss" and not has_labels:
+            waits = True
+            continue
+        found.append(_Watched(module, path, slot, kernel, _Watching(kernel)))
+    if waits or not found:
+        return not waits
+    for watched in found:
+        set_kernel(watched.module, watched.slot, watched.watching)
+
+    def report(model: Any, args: Any, output: Any) -> None:
+        hook.remove()
+        for watched in found:
+            set_kernel(watched.module, watched.slot, watched.kernel)
+        # A call that failed has no output.
+        if output is not None:
+            _log([watched for watched in found if not watched.watching.called])
+
+    hook = model.register_forward_hook(report, always_call=True)
+    return True
+
+
+def _named_in_replaced(model: Any) -> Iterator[tuple[Any, str, str, BoundKernel]]:
+    for path, module, slot, _, _ in walk_slots(model):
+        if "forward" in module.__dict__:
+            kernel = bound_kernel(module, slot)
+            if type(kernel) is BoundKernel and kernel.explicit:
+                yield module, path, slot, kernel
+
+
+def _log(unused: list[_Watched]) -> None:
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for module, path, _, kernel, _ in unused:
+        key = (kernel.op_name, kernel.name, type(module).__name__, replaced_by(module))
+        groups.setdefault(key, []).append(path)
+    for (op_name, name, owner, by), paths in groups.items():
+        count = f" x{len(paths)}" if len(paths) > 1 else ""
+        logger.warning(
+            "%s, the named kernel of %s, does not run in %s%s: %s replaced its forward after opslot bound it, and does "
+            "not call the original; hint: leave out one of the two",
+            name,
+            op_name,
+            owner,
+            count,
+            by,
+        )

@@ -1,0 +1,100 @@
+"""Forwards of bound modules that other libraries replace, before and after `opslot.apply`."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import opslot
+from tests.models.sizes import SIZES
+
+NAMED = {"cross_entropy_loss_implementation": "chunk_loss", "rms_norm_implementation": "torch_fused"}
+IDS = torch.arange(2, 14).reshape(2, 6)
+
+
+def made(head=None):
+    """A bound model, or one whose head was replaced first."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES))
+    if head is None:
+        opslot.apply(model, NAMED)
+    else:
+        head(model)
+    return model.train()
+
+
+def fused_head(model):
+    """Computes the loss from the head's weight where `fused` is given, as TRL's trainers do."""
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, fused=False, **kwargs):
+        if not fused:
+            return original(*args, **kwargs)
+        kwargs.pop("labels", None)
+        return self.model(*args, **kwargs).last_hidden_state.sum() * self.lm_head.weight.sum()
+
+    model.forward = types.MethodType(forward, model)
+
+
+def loss_row(model):
+    return next(row for row in opslot.explain(model) if row.op == "cross_entropy_loss")
+
+
+def test_named_loss_that_a_replaced_forward_does_not_call_is_logged(caplog):
+    model = made()
+    assert loss_row(model).why == "named by cross_entropy_loss_implementation"
+    fused_head(model)
+    by = "tests.models.test_replaced_forwards.fused_head"
+    assert f"{by} replaced the module's forward" in loss_row(model).why
+    with torch.no_grad():
+        model(input_ids=IDS, labels=IDS, fused=True)
+    model(input_ids=IDS)
+    assert not caplog.records
+    for _ in range(2):
+        model(input_ids=IDS, labels=IDS, fused=True)
+    (record,) = caplog.records
+    assert (
+        f"chunk_loss, the named kernel of cross_entropy_loss, does not run in Qwen3ForCausalLM: {by}" in record.message
+    )
+    # The slots are as they were.
+    assert type(model._opslot_cross_entropy_loss).__name__ == "BoundKernel"
+
+
+def test_replaced_forward_that_calls_the_original_is_not_logged(caplog):
+    model = made()
+    fused_head(model)
+    model(input_ids=IDS, labels=IDS)
+    model(input_ids=IDS, labels=IDS, fused=True)
+    assert not caplog.records
+
+
+def test_modules_with_one_replacement_are_logged_together(caplog):
+    model = made()
+    for layer in model.model.layers:
+        norm = layer.input_layernorm
+        norm.forward = types.MethodType(lambda self, x: x, norm)
+    model(input_ids=IDS, labels=IDS)
+    (record,) = caplog.records
+    assert "torch_fused, the named kernel of rms_norm, does not run in Qwen3RMSNorm x2" in record.message
+
+
+def test_failing_call_leaves_the_slots_as_they_were(caplog):
+    model = made()
+    fused_head(model)
+    with pytest.raises(IndexError):
+        model(input_ids=IDS + 1000, labels=IDS, fused=True)
+    assert type(model._opslot_cross_entropy_loss).__name__ == "BoundKernel"
+    assert not caplog.records
+
+
+def test_attention_has_a_kernel_where_the_forward_of_its_model_was_replaced_before():
+    model = made(fused_head)
+    report = opslot.apply(model)
+    assert report.chosen("attention") == ("sdpa",)
+    assert "by tests.models.test_replaced_forwards.fused_head" in loss_row(model).why
+    expected = model(input_ids=IDS, labels=IDS).loss
+    torch.testing.assert_close(opslot.restore(model)(input_ids=IDS, labels=IDS).loss, expected)
