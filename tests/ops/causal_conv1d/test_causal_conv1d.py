@@ -175,6 +175,12 @@ def test_invalid_arguments_raise_with_kernel_and_argument(change, argument):
         load("triton")(**arguments)
 
 
+def test_filter_of_more_taps_names_the_kernel_that_takes_it():
+    with pytest.raises(KernelError, match="not \\(24, 1 to 4\\)[^!]*use torch_packed or eager"):
+        load("triton")(torch.zeros(1, 24, 8), torch.zeros(24, 5))
+    assert load("torch_packed")(torch.zeros(1, 24, 8), torch.zeros(24, 5)).shape == (1, 24, 8)
+
+
 def test_compiles_with_fullgraph():
     x, weight, bias = inputs(10)
     kernel = load("triton")

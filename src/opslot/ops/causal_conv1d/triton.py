@@ -410,7 +410,7 @@ def standard(
     channels = hidden_states.shape[1]
     if weight.dim() != 2 or weight.shape[0] != channels or not 1 <= weight.shape[1] <= _TAPS:
         wanted = f"({channels}, 1 to {_TAPS})"
-        reject(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not {wanted}", "use eager")
+        reject(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not {wanted}", "use torch_packed or eager")
     if bias is not None and bias.shape != (channels,):
         reject(_LABEL, "bias", f"its shape is {tuple(bias.shape)}, not ({channels},)", "use eager")
     if cu_seqlens is None:
