@@ -108,6 +108,19 @@ def test_explain_names_the_reason_for_attention_with_a_position_bias():
     assert "T5Attention passes position_bias to attention" in report
 
 
+def test_packed_documents_of_attention_with_a_position_bias_raise():
+    """Transformers' sdpa ignores their boundaries, so that tokens would see other documents."""
+    model = seq2seq("t5")
+    opslot.apply(model)
+    ids = torch.arange(3, 12)[None]
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32), "max_length_q": 5}
+    with pytest.raises(KernelError, match=r"(?s)T5Stack cannot keep packed documents.*passes position_bias"):
+        model.encoder(input_ids=ids, **bounds)
+    twin = opslot.restore(copy.deepcopy(model))
+    assert twin.encoder(input_ids=ids, **bounds).last_hidden_state.shape == (1, 9, model.config.d_model)
+    assert model.encoder(input_ids=ids).last_hidden_state.shape == (1, 9, model.config.d_model)
+
+
 def test_sequence_parallelism_of_an_encoder_and_a_decoder_raises():
     model = seq2seq("bart")
     opslot.apply(model)

@@ -27,7 +27,14 @@ from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.ops.attention.reference import OPTIONS, reference
 from opslot.ops.attention.towers import CU_SEQLENS
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
-from opslot.slots.protocol import attention_options, cu_seqlens_for_flash, masks_of, reads_padding, skip_reason
+from opslot.slots.protocol import (
+    attention_options,
+    cu_seqlens_for_flash,
+    masks_of,
+    modules_by_document,
+    reads_padding,
+    skip_reason,
+)
 
 PREFIX = "opslot_"
 
@@ -70,9 +77,7 @@ def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
     """Why a model keeps its attention: its class is not generated, or under "auto" the user selected one."""
     if type(model).__module__.startswith("transformers."):
         return f"{type(model).__name__} has no generated class, so what its attention computes is unknown"
-    reason = next(
-        (f"{type(m).__name__} {why}" for m in _modules_of(model) if (why := skip_reason(m, "attention"))), None
-    )
+    reason = _skipped(model)
     if reason:
         return reason
     own = _original(model, attached)
@@ -81,11 +86,35 @@ def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
     return None
 
 
+def _skipped(model: Any) -> str | None:
+    """The attention class of a model that has no kernels, and why; None where all have them."""
+    skips = ((type(module).__name__, skip_reason(module, "attention")) for module in _modules_of(model))
+    return next((f"{name} {why}" for name, why in skips if why), None)
+
+
+def _reject_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a model that keeps Transformers' attention: raise for packed documents that it would mix.
+
+    FlashAttention reads their boundaries; masks of other implementations are made of positions that restart.
+    """
+    implementation = str(model.config._attn_implementation)
+    if kwargs.get("cu_seq_lens_q") is None or kwargs.get("position_ids") is not None or "flash" in implementation:
+        return
+    if any(True for _ in modules_by_document(model)):
+        return
+    raise KernelError(
+        f"{type(model).__name__} cannot keep packed documents (cu_seq_lens_q) apart",
+        found=f"{_skipped(model)}, and Transformers' {implementation} ignores cu_seq_lens_q",
+        hint="pass each document in a row of its own, padded, with an attention_mask",
+    )
+
+
 class _Attached(NamedTuple):
-    """The attention implementation of a config before it was bound, and the one that was set then."""
+    """The attention implementation of a config before it was bound, the one that was set then, and a hook or None."""
 
     previous: str | None
     set_to: str | None
+    hook: Any = None
 
 
 def _original(model: Any, attached: _Attached | None) -> str | None:
@@ -103,7 +132,10 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     if kernel is None:
         # Transformers' code: "eager" if named, else what the model has.
         needed = next(filter(None, map(masks_of, _modules_of(model))), None)
-        return _set(model, needed or ("eager" if slot.resolution.explicit else previous))
+        state = _set(model, needed or ("eager" if slot.resolution.explicit else previous))
+        if _skipped(model) is None:
+            return state
+        return state._replace(hook=model.register_forward_pre_hook(_reject_documents, with_kwargs=True))
     mask_function: Any = getattr(kernel, "mask_function", None)
     if mask_function is None:
         raise KernelError(
@@ -154,6 +186,8 @@ def _set(model: Any, name: str | None) -> _Attached:
 
 def _detach(model: Any, state: _Attached) -> None:
     """Undo `_attach`, unless another implementation was set on the model since."""
+    if state.hook is not None:
+        state.hook.remove()
     if model.config._attn_implementation == state.set_to:
         model.config._attn_implementation_internal = state.previous
 
