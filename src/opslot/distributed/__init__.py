@@ -21,6 +21,7 @@ from opslot.distributed.parallel_state import (
     init_parallel_state,
 )
 from opslot.distributed.recurrence import ShardedConvolution, UlyssesDeltaRule, UlyssesScan
+from opslot.distributed.running_statistics import average_statistics, keep_frozen_statistics
 from opslot.distributed.sequence import has_features, shard_sequence
 from opslot.distributed.ulysses import (
     gather_heads_scatter_seq,
@@ -39,6 +40,7 @@ __all__ = [
     "ShardedConvolution",
     "UlyssesDeltaRule",
     "UlyssesScan",
+    "average_statistics",
     "check_sizes",
     "clip_grad_norm",
     "destroy_parallel_state",
@@ -53,6 +55,7 @@ __all__ = [
     "has_features",
     "init_parallel_state",
     "is_first_rank",
+    "keep_frozen_statistics",
     "offload",
     "on_all_ranks",
     "on_first_rank",

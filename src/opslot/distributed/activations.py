@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opslot._base.errors import ConfigError
+from opslot.distributed.running_statistics import update_statistics_once
 
 CheckpointingMode = Literal["none", "full", "selective"]
 MODES: tuple[CheckpointingMode, ...] = ("none", "full", "selective")
@@ -87,6 +88,7 @@ def checkpoint_activations(
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             module.__dict__["_gradient_checkpointing_func"] = function
+    update_statistics_once(model)
 
 
 def _cast_inputs(

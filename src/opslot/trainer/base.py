@@ -19,6 +19,7 @@ from opslot._base.files import remove_temporary_files, write_json, write_text
 from opslot.checkpoint.training_state import load_snapshot, read_state, take_snapshot
 from opslot.data.collation import count_targets
 from opslot.distributed import (
+    average_statistics,
     clip_grad_norm,
     gather_objects,
     gradient_sync,
@@ -349,6 +350,7 @@ class BaseTrainer(ABC):
         self._check_finite(step_loss, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        average_statistics(self.model)
         self.loss_scaler.step()
         self.step += 1
         tokens = self.count_tokens(micro_batches)

@@ -13,7 +13,7 @@ from opslot._base.errors import ConfigError
 from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
 from opslot.checkpoint.initialize import initialize_weights
 from opslot.checkpoint.training_state import read_state
-from opslot.distributed import ParallelState
+from opslot.distributed import ParallelState, keep_frozen_statistics
 from opslot.models import load_foundation_weights
 from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.models._parts import freeze, select
@@ -56,6 +56,7 @@ def prepare_model(
                 parameter.data = parameter.data.to(trained)
     # After the adapters: those in frozen parts are frozen too.
     freeze(model, config.train.freeze or [])
+    keep_frozen_statistics(model)
     for pattern in config.train.lr_of or ():
         select(model, pattern, "train.lr_of")
     require_trainable_dtype(model)
