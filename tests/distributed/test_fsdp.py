@@ -114,6 +114,15 @@ def test_clip_grad_norm_over_all_ranks(ranks, sizes):
         assert after == pytest.approx(found, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_of_large_gradients(dtype):
+    """In one sum of float32, that of five million elements was off by 1e-4."""
+    parameter = torch.nn.Parameter(torch.empty(2_500, 2_000, dtype=dtype))
+    parameter.grad = torch.randn(2_000, 2_500, generator=torch.Generator().manual_seed(0)).to(dtype).T
+    found = clip_grad_norm([parameter], math.inf).item()
+    assert found == pytest.approx(parameter.grad.double().norm().item(), rel=2e-6)
+
+
 def test_clip_grad_norm_of_plain_tensors_and_of_none():
     parameter = nn.Parameter(torch.zeros(2))
     assert clip_grad_norm([parameter], 1.0) == 0
