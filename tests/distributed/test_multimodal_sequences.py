@@ -43,10 +43,10 @@ def test_images_and_videos(ranks, name):
     check(ranks, name, ("mixed", "text", "packed"))
 
 
-@pytest.mark.quick("gemma3")
-@pytest.mark.parametrize("name", ["gemma3", "llava", "mistral3"])
+@pytest.mark.quick("gemma3", "unlimited_ocr")
+@pytest.mark.parametrize("name", ["gemma3", "llava", "mistral3", "unlimited_ocr"])
 def test_images(ranks, name):
-    """gemma3's image tokens see each other."""
+    """gemma3's image tokens see each other. The windows of unlimited_ocr limit decoding alone."""
     check(ranks, name, ("image", "text", "packed"))
 
 
