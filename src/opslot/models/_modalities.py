@@ -21,14 +21,16 @@ from torch.utils import _pytree as pytree
 
 from opslot._base.errors import ConfigError
 from opslot._base.source import forward_source
+from opslot.distributed import get_parallel_state
 from opslot.distributed.dummy import dummy_forward
+from opslot.models._audio import METHOD as AUDIO_METHOD
 from opslot.models._audio import AudioInputs
 from opslot.models._by_document import remove_forward_pre_hooks
 from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers, transformers_model
 from opslot.models._decoder import decoder_in
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
-from opslot.models._shared_images import INTERNAL_STATES, pooled_features, share_images
+from opslot.models._shared_images import INTERNAL_STATES, can_share_images, pooled_features, share_images
 
 # Methods that compute features of a modality.
 _INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
@@ -215,6 +217,10 @@ class _Run:
         self.computing = False
         # Norms whose statistics dummy inputs of this forward pass must not change.
         self.kept: list[nn.Module] = []
+        state = get_parallel_state()
+        self.shared = [
+            name for name in dummies if state.sp > 1 and name != AUDIO_METHOD and can_share_images(holder, name)
+        ]
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook of the model."""
@@ -231,7 +237,7 @@ class _Run:
             self._run_pending(self.pending[: self.pending.index(name)])
             self.pending.remove(name)
         method = partial(self._call, name)
-        if not has_whole_sequences() or name == "get_audio_features":
+        if not has_whole_sequences() or name not in self.shared:
             return method(*args, **kwargs)
         names = list(inspect.signature(getattr(type(self.holder), name)).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **{n: x for n, x in kwargs.items() if n in names}}
@@ -318,7 +324,7 @@ def features_of(outputs: Any) -> Any:
 
 def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any] | None] | None:
     """A function that makes the arguments of method `name`, or None where they are unknown."""
-    if name == "get_audio_features":
+    if name == AUDIO_METHOD:
         make = AudioInputs(holder).make
     else:
         make = partial(visual_inputs, holder, name)

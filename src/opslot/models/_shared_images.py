@@ -1,7 +1,8 @@
 """Images and videos shared over the sequence-parallel ranks of their sequences.
 
 Each rank computes a contiguous part of them, balanced by patches, and all ranks get all features. The inputs must give
-the number of features of each image before they are computed: patches with a grid, or images of one size.
+the number of features of each image before they are computed: patches with a grid and as many features for each patch
+of any image, or images of one size.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from opslot.distributed import gather_outputs, get_parallel_state
+from opslot.models._images import visual_inputs
+from opslot.models._probe import Probe, find_once
 
 # Outputs of an encoder that the language model does not read.
 INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")
 _IMAGE_DIMS = 4
+# Frames, height and width of images and videos.
+_SIZES = {
+    "get_image_features": ((1, 1, 2), (1, 2, 2), (1, 3, 2)),
+    "get_video_features": ((1, 1, 2), (1, 3, 2), (2, 1, 2)),
+}
 
 
 def pooled_features(outputs: Any) -> Any:
@@ -42,6 +50,26 @@ class _Images:
 
     tensors: dict[str, list[int]]
     patches: list[int]
+
+
+def can_share_images(holder: Any, method: str) -> bool:
+    """Whether the features that `method` of `holder` computes are as many for each patch of any image.
+
+    HunYuan-VL's have others at the ends of rows and images.
+    """
+
+    def find() -> bool:
+        probe = Probe(holder, method)
+        shares = set()
+        for size in _SIZES[method]:
+            inputs = visual_inputs(probe.model, method, [size])
+            images = _images(inputs) if inputs is not None else None
+            if inputs is None or images is None:
+                return False
+            shares.add(Fraction(probe.features(inputs), sum(images.patches)))
+        return len(shares) == 1 and 0 not in shares
+
+    return find_once(holder, f"images shared by {method}", find)
 
 
 def share_images(
