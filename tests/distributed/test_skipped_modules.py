@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import opslot
 from opslot.distributed import init_parallel_state
@@ -78,3 +79,37 @@ def test_skipped_experts_get_zero_gradients_in_compiled_code():
     torch.compile(layer, backend="eager", fullgraph=True)(x, "b").sum().backward()
     assert torch.equal(weight.grad, *expected)
     assert all(p.grad is not None and not p.grad.any() for name in "ac" for p in layer.experts[name].parameters())
+
+
+class Stages(nn.Module):
+    """Calls what its stages hold, as the encoder of Emu3's image tokenizer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.ModuleDict({"block": nn.Linear(3, 3)}) for _ in range(2))
+
+    def forward(self, x):
+        for stage in self.down:
+            x = stage["block"](x)
+        return x
+
+
+def on_ranks_with_groups_inside():
+    state = init_parallel_state(device_type="cpu")
+    torch.manual_seed(0)
+    model = Stages()
+    for stage in model.down:
+        fully_shard(stage["block"], mesh=state.mesh["dp_shard"])
+    fully_shard(model, mesh=state.mesh["dp_shard"])
+    add_zero_of_skipped_modules(model)
+    model(torch.ones(1, 3)).sum().backward()
+    return [parameter.grad.full_tensor().tolist() for parameter in model.parameters()]
+
+
+def test_modules_with_groups_inside_are_not_skipped(ranks):
+    torch.manual_seed(0)
+    model = Stages()
+    model(torch.ones(1, 3)).sum().backward()
+    for found in ranks.run(on_ranks_with_groups_inside):
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(gradient), parameter.grad)

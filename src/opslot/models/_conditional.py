@@ -94,7 +94,9 @@ def add_zero_of_skipped_modules(model: nn.Module) -> None:
         for stack in _stacks(owner):
             # PEFT's layers have a dictionary with one module for each adapter.
             parts = [part for part in stack if any(parameter.requires_grad for parameter in part.parameters())]
-            if len(parts) > 1 and not any(isinstance(part, FSDPModule) for part in parts):
+            # One with a group of its own inside is sharded when its owner ends.
+            has_groups = any(isinstance(module, FSDPModule) for part in parts for module in part.modules())
+            if len(parts) > 1 and not has_groups:
                 _Skipped(owner, parts)
 
 
