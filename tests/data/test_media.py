@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import image_utils
 
-from opslot.data import media
+from opslot.data import media, seeking
 from opslot.data.media import (
     Limits,
     MediaError,
@@ -173,12 +173,30 @@ class FakeDecoders:
         ({"array": [[0.1, 0.2], [0.1]]}, "not rectangular"),
         ({"array": ["a", "b"]}, "is not audio"),
         ({"array": [1 << 20, -3]}, "give 16-bit integers"),
+        ({"array": [8000.0, -3.5]}, "up to 8000.0; give 16-bit integers, or floats up to 1"),
     ],
     ids=str,
 )
 def test_array_that_is_not_audio_raises(source, problem, tmp_path):
     with pytest.raises(MediaError, match=problem):
         load_audio(source, tmp_path, 16000)
+
+
+@pytest.mark.parametrize(("size", "problem"), [(None, "tone.wav is truncated after 0.010 s"), (2**31 - 2, None)])
+def test_truncated_wav_raises(size, problem, tmp_path):
+    """Encoders that write to a stream leave the largest size in the header."""
+    with wave.open(str(tmp_path / "tone.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(np.ones(400, "<i2").tobytes())
+    data = bytearray((tmp_path / "tone.wav").read_bytes()[: 44 + 320])
+    if size:
+        data[40:44] = struct.pack("<I", size)
+    (tmp_path / "tone.wav").write_bytes(data)
+    if problem:
+        with pytest.raises(MediaError, match=problem):
+            load_audio("tone.wav", tmp_path, 16000)
+    else:
+        assert len(load_audio("tone.wav", tmp_path, 16000)) == 160
 
 
 def test_integer_samples_are_those_of_a_file(tmp_path):
@@ -230,7 +248,7 @@ def write_mp4(file, seconds=1, with_audio=True, size=(32, 32)):
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         audio = container.add_stream("aac", rate=16_000, layout="mono") if with_audio else None
         for number in range(10 * seconds):
-            pixels = np.full((*size[::-1], 3), 20 * number, np.uint8)
+            pixels = np.full((*size[::-1], 3), 20 * number % 256, np.uint8)
             pixels[: size[1] // 2, : size[0] // 2] = 250
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
@@ -253,6 +271,33 @@ def test_video_file_and_its_audio_track(tmp_path):
     assert np.abs(samples).max() > 0.5
     silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
     assert load_audio_track(str(silent), tmp_path, 8_000) is None
+
+
+def test_file_without_video_stream_raises(tmp_path):
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=16_000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16_000), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16_000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(MediaError, match="has no video stream"):
+        load_video("a.mp4", tmp_path, Limits())
+
+
+@pytest.mark.parametrize(("frames", "seeks"), [(3, True), (9, True), (100, False)])
+def test_frames_of_long_videos_are_decoded_from_keyframes(frames, seeks, tmp_path, monkeypatch):
+    """mpeg4 has a keyframe every 12 frames here."""
+    file = write_mp4(tmp_path / "a.mp4", seconds=12, with_audio=False)
+    answers = []
+    from_keyframes = seeking._from_keyframes
+    monkeypatch.setattr(seeking, "_from_keyframes", lambda *args: answers.append(from_keyframes(*args)) or answers[-1])
+    found = load_video(str(file), tmp_path, Limits(max_frames=frames))
+    assert [answer is not None for answer in answers] == [seeks]
+    monkeypatch.setattr(seeking, "_from_keyframes", lambda *args: None)
+    expected = load_video(str(file), tmp_path, Limits(max_frames=frames))
+    assert (found.indices, found.total, found.fps) == (expected.indices, expected.total, expected.fps)
+    np.testing.assert_array_equal(found.frames, expected.frames)
 
 
 def test_rotated_video_is_upright(tmp_path):

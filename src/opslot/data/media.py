@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opslot.data.resampling import resampled
+from opslot.data.seeking import selected_frames
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,6 +27,10 @@ KINDS = ("image", "video", "audio")
 _LONGEST_SHOWN = 200
 # How far values of an image are clipped, of 255; others are an error.
 _BEYOND = 32
+# How far floats of audio may be beyond 1, as after a filter.
+_LOUDEST = 4.0
+# Bytes in the header of a WAV file that was written to a stream, before their number was known.
+_STREAMED = 2**31 - 2**16
 # Keys of a source, in the order in which they are looked for.
 _KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
 
@@ -168,8 +173,9 @@ def _samples(value: Any) -> np.ndarray:
         raise MediaError(f"the array of an audio is not rectangular ({error})") from error
     if array.ndim not in (1, 2) or array.dtype.kind not in "uif":
         raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not audio")
-    if array.dtype.kind != "f" and array.size and max(int(array.max()), -int(array.min())) > 2**15:
-        raise MediaError(f"an audio has integers up to {array.max()}; give 16-bit integers, or floats up to 1")
+    limit = _LOUDEST if array.dtype.kind == "f" else 2**15
+    if array.size and max(float(array.max()), -float(array.min())) > limit:
+        raise MediaError(f"an audio has values up to {np.abs(array).max()}; give 16-bit integers, or floats up to 1")
     return array.astype(np.float32) / np.float32(1 if array.dtype.kind == "f" else 2**15)
 
 
@@ -386,20 +392,17 @@ def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limi
 
 def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
     with _av(source).open(io.BytesIO(data)) as container:
+        if not container.streams.video:
+            raise MediaError(f"{describe(source)} has no video stream")
         stream = container.streams.video[0]
         fps = float(stream.average_rate or 0)
-        # A packet is a frame, with few exceptions, and is counted without being decoded.
-        total, decoded = sum(packet.size > 0 for packet in container.demux(stream)), None
-        while total != decoded:
-            total = total if decoded is None else decoded
-            indices = _sampled(total, fps, limits, source)
-            container.seek(0)
-            wanted, frames, decoded = set(indices), [], 0
-            for number, frame in enumerate(container.decode(stream)):
-                if number in wanted:
-                    frames.append(load_image(frame.to_image().rotate(frame.rotation, expand=True), folder, limits))
-                decoded = number + 1
-    return _video(frames, indices, total, fps)
+        frames, indices, total = selected_frames(
+            container,
+            stream,
+            lambda count: _sampled(count, fps, limits, source),
+            lambda frame: load_image(frame.to_image().rotate(frame.rotation, expand=True), folder, limits),
+        )
+    return _video(frames, [*indices], total, fps)
 
 
 def _av(source: Any) -> Any:
@@ -470,7 +473,11 @@ def _decode_audio(data: bytes, source: Any) -> tuple[np.ndarray, int]:
     try:
         with wave.open(io.BytesIO(data)) as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            raw = file.readframes(file.getnframes())
+            frames = file.getnframes()
+            raw = file.readframes(frames)
+        found = len(raw) // (width * channels)
+        if found < frames and frames * width * channels < _STREAMED:
+            raise MediaError(f"the audio {describe(source)} is truncated after {found / rate:.3f} s")
         if width == 2:
             return np.frombuffer(raw, "<i2").reshape(-1, channels) / np.float32(2**15), rate
     except (wave.Error, EOFError):
