@@ -1,10 +1,14 @@
-"""The dataloader of task vlm: samples/s for 1024 x 1024 JPEG files with the processor of qwen3_vl.
+"""The dataloader of task vlm: samples/s for 1024 x 1024 JPEG files, or for videos, with the processor of qwen3_vl.
 
-    python benchmarks/media_loader.py [--workers 0,1,2] [--samples N] [--output FILE]
+    python benchmarks/media_loader.py [--workers 0,1,2] [--samples N] [--video SECONDS] [--output FILE]
+
+A video has 25 frames of 640 x 360 a second and a keyframe every ten seconds; 16 of its frames are taken (needs PyAV and
+torchvision).
 
 Times are of samples after the first micro batch, which waits for the tokenization and for the start of the workers.
 CPU time is that of this process and, without workers, of all the work: samples/s of one core that has nothing else to
-do. An H200 trains Qwen3-VL-8B (8 decoder layers) on 12 such samples a second.
+do; `decoding`, `processor` and `positions` are its parts. An H200 trains Qwen3-VL-8B (8 decoder layers) on 12 samples
+with images a second.
 """
 
 from __future__ import annotations
@@ -12,15 +16,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import sys
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 GOAL = 15.0
 SIDE = 1024
+# Methods of the encoder of samples.
+PARTS = {"decoding": "_load", "processor": "_process", "positions": "_rotary_positions"}
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -30,8 +38,10 @@ TEMPLATE = (
 )
 
 
-def write_inputs(folder: Path, samples: int) -> None:
-    """A tiny qwen3_vl with its processor, and conversations of one image and about 512 tokens of text."""
+def write_inputs(folder: Path, samples: int, seconds: float = 0) -> None:
+    """A tiny qwen3_vl with its processor, and conversations of one image, or a video of `seconds`, and about 512 tokens
+    of text.
+    """
     import numpy as np
     from PIL import Image
     from transformers import AutoConfig
@@ -61,15 +71,63 @@ def write_inputs(folder: Path, samples: int) -> None:
     rng = np.random.default_rng(0)
     with (folder / "chat.jsonl").open("w") as lines:
         for sample in range(samples):
-            pixels = Image.fromarray(rng.integers(0, 255, (64, 64, 3)).astype("uint8"))
-            pixels.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(folder / f"{sample}.jpg", quality=90)
-            parts = [{"type": "image", "image": f"{sample}.jpg"}, {"type": "text", "text": "what is it? " * 20}]
+            if seconds:
+                media = {"type": "video", "video": _write_video(folder / f"{sample}.mp4", seconds, sample)}
+            else:
+                pixels = Image.fromarray(rng.integers(0, 255, (64, 64, 3)).astype("uint8"))
+                pixels.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(folder / f"{sample}.jpg", quality=90)
+                media = {"type": "image", "image": f"{sample}.jpg"}
+            parts = [media, {"type": "text", "text": "what is it? " * 20}]
             answer = {"role": "assistant", "content": "a red circle " * 20}
             lines.write(json.dumps({"messages": [{"role": "user", "content": parts}, answer]}) + "\n")
 
 
-def measure(folder: Path, workers: int, samples: int) -> tuple[float, float]:
-    """Seconds and CPU seconds of this process per sample."""
+def _write_video(file: Path, seconds: float, seed: int) -> str:
+    import av
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    scene = Image.fromarray(rng.integers(0, 255, (36, 64, 3)).astype("uint8")).resize((768, 432))
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("libx264", rate=25, options={"preset": "veryfast"})
+        stream.width, stream.height, stream.pix_fmt, stream.gop_size = 640, 360, "yuv420p", 250
+        for number in range(round(25 * seconds)):
+            left, top = number % 128, number % 72
+            container.mux(stream.encode(av.VideoFrame.from_image(scene.crop((left, top, left + 640, top + 360)))))
+        container.mux(stream.encode())
+    return file.name
+
+
+@contextmanager
+def timed_parts() -> Iterator[dict[str, float]]:
+    """CPU seconds by part of the work, of the dataloader in this process."""
+    from opslot.data.multimodal import MultimodalEncoder
+
+    found = dict.fromkeys(PARTS, 0.0)
+    originals = {name: getattr(MultimodalEncoder, name) for name in PARTS.values()}
+
+    def timed(part: str, original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            start = time.process_time()
+            try:
+                return original(*args)
+            finally:
+                found[part] += time.process_time() - start
+
+        return call
+
+    for part, name in PARTS.items():
+        setattr(MultimodalEncoder, name, timed(part, originals[name]))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(MultimodalEncoder, name, original)
+
+
+def measure(folder: Path, workers: int, samples: int) -> tuple[float, float, dict[str, float]]:
+    """Seconds per sample: of wall time, and of CPU time of this process, also by part."""
     from opslot.cli.data import open_data
     from opslot.data.preview import documents_of
     from opslot.trainer.parse import load_config
@@ -80,6 +138,7 @@ def measure(folder: Path, workers: int, samples: int) -> tuple[float, float]:
         "data.train_path": folder / "chat.jsonl",
         "data.max_seq_len": 4096,
         "data.max_tokens_per_batch": 16384,
+        "data.max_frames": 16,
         "data.num_workers": workers,
         "data.cache_dir": folder / "cache",
         "train.output_dir": folder / "out",
@@ -89,16 +148,19 @@ def measure(folder: Path, workers: int, samples: int) -> tuple[float, float]:
     config = load_config([f"--{name}={value}" for name, value in settings.items()])
     with open_data(config) as data, closing(data.micro_batches()) as batches:
         next(batches)
-        start, cpu, count = time.perf_counter(), time.process_time(), 0
-        while count < samples:
-            count += len(documents_of(next(batches)))
-        return (time.perf_counter() - start) / count, (time.process_time() - cpu) / count
+        with timed_parts() as parts:
+            start, cpu, count = time.perf_counter(), time.process_time(), 0
+            while count < samples:
+                count += len(documents_of(next(batches)))
+            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return seconds / count, cpu / count, {part: used / count for part, used in parts.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="0,1,2", help="numbers of worker processes (default 0,1,2)")
     parser.add_argument("--samples", type=int, default=64, help="samples to measure (default 64)")
+    parser.add_argument("--video", type=float, default=0, help="seconds of a video in place of the image")
     parser.add_argument("--output", help="write the result as JSON")
     args = parser.parse_args()
     import torch
@@ -110,16 +172,21 @@ def main() -> int:
     files = OutputFiles(args.output)
     values = []
     with tempfile.TemporaryDirectory() as scratch:
-        write_inputs(Path(scratch), args.samples)
+        write_inputs(Path(scratch), args.samples, args.video)
         for workers in map(int, args.workers.split(",")):
-            seconds, cpu = measure(Path(scratch), workers, args.samples)
+            seconds, cpu, parts = measure(Path(scratch), workers, args.samples)
             values.append(Value(f"{workers} workers", 1 / seconds, "samples/s"))
             if workers == 0:
                 values.append(Value("one core", 1 / cpu, "samples/s"))
-                values.append(Value(f"workers for {GOAL:g} samples/s", math.ceil(GOAL * cpu), "workers", "<= 4"))
+                values.extend(Value(part, 1e3 * used, "ms/sample") for part, used in parts.items())
+                goal = "" if args.video else "<= 4"
+                values.append(Value(f"workers for {GOAL:g} samples/s", math.ceil(GOAL * cpu), "workers", goal))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    values.append(Value("peak memory of the main process", peak, "GiB"))
     for value in values:
         print(f"{value.name:30} {value.value:8.2f} {value.unit} {value.goal}")
     command = f"python benchmarks/media_loader.py --workers {args.workers} --samples {args.samples}"
+    command += f" --video {args.video:g}" if args.video else ""
     files.write(Result("benchmarks/media_loader.py", [Run(command, Environment.current("cpu"), values=values)]))
     return 0
 
