@@ -1,6 +1,7 @@
 """configs/families: each is valid, its settings fit the model, and it trains a tiny checkpoint of its family."""
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ from opslot.verify.tiny import shrink
 from tests import omni
 from tests.trainer.test_processors import write_run
 
-FILES = sorted((Path(__file__).parents[2] / "configs" / "families").glob("*.yaml"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = sorted((CONFIGS / "families").glob("*.yaml"))
 
 
 def test_every_family_has_a_file():
@@ -56,6 +58,27 @@ def test_family_configuration(file, tmp_path, monkeypatch):
         assert VLMTrainer.packing_problem(trainer, model) is None
     if run.train.ep_size > 1:
         assert any("experts" in parameter for parameter, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(("name", "family"), [("sft", "qwen3"), ("vlm", "qwen3_vl"), ("omni", "qwen2_5_omni")])
+def test_command_for_other_models_and_data(name, family, tmp_path):
+    """The command in the comment of a demo's configuration, also after the demo ran."""
+    file = CONFIGS / f"{name}_demo.yaml"
+    comment = file.read_text().partition("\ntask:")[0].replace("\\\n#", "")
+    _, _, path, *arguments = shlex.split(next(line for line in comment.splitlines() if "opslot train" in line)[1:])
+    assert path == f"configs/{file.name}"
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    config = omni.CONFIGS[family]() if family in omni.CONFIGS else shrink(CONFIG_MAPPING[family]())
+    config.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": []}) + "\n")
+    assert given["--train.output_dir"] != yaml.safe_load(file.read_text())["train"]["output_dir"]
+    given |= {"--model.model_path": str(tmp_path), "--data.train_path": str(tmp_path / "chats.jsonl")}
+    given["--train.output_dir"] = str(tmp_path / "out")
+    run = load_config([str(file), *(f"{key}={value}" for key, value in given.items())])
+    validate(run)
+    assert run.train.max_steps is None
 
 
 @pytest.mark.slow
