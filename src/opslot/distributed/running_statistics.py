@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,11 +20,14 @@ _MOMENTUM = "_momentum_of_forward"
 def keep_frozen_statistics(model: nn.Module) -> None:
     """Let batch norms that are not trained normalize with their running statistics, and leave these unchanged.
 
-    One without parameters is trained where the module that contains it is.
+    One without parameters is trained where the module that contains it is. Those of an image tokenizer (Emu3) are not:
+    its constructor sets it to evaluation, and it gets no gradients.
     """
+    in_evaluation = {part for module in model.modules() if _evaluates(type(module)) for part in module.modules()}
     for norm, holder in _norms(model):
         parameters = list(norm.parameters()) or list(holder.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
+        is_frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+        if is_frozen or norm in in_evaluation:
             norm.register_forward_pre_hook(_use_running_statistics)
 
 
@@ -54,6 +59,15 @@ def average_statistics(model: nn.Module) -> None:
         mean /= dist.get_world_size()
         for buffer, part in zip(same_dtype, mean.split([buffer.numel() for buffer in same_dtype]), strict=True):
             buffer.copy_(part.view_as(buffer))
+
+
+@cache
+def _evaluates(cls: type[nn.Module]) -> bool:
+    """Whether the constructor of a class sets its instances to evaluation."""
+    try:
+        return "self.eval()" in inspect.getsource(cls.__init__)
+    except (OSError, TypeError):
+        return False
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[_BatchNorm, nn.Module]]:
