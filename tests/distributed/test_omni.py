@@ -9,7 +9,7 @@ from opslot.models.parallelize import parallelize
 from tests.distributed.tiny import assert_gradients_close, gradients
 from tests.omni import CONFIGS, inputs
 
-KINDS = [(), ("audio",), ("image", "audio")]
+KINDS = [(), ("audio",), ("image", "audio"), ("video",), ("audio", "audio")]
 
 
 def build(name):
@@ -37,6 +37,8 @@ def on_ranks(name, first, sizes):
     [
         pytest.param("qwen2_5_omni", 0, {}, marks=pytest.mark.slow),
         pytest.param("qwen3_omni_moe", 1, {}, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_omni", 2, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_omni_moe", 3, {}, marks=pytest.mark.slow),
         ("qwen3_omni_moe", 0, {"ep": 2}),
     ],
 )
