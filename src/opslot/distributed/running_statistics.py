@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ def keep_frozen_statistics(model: nn.Module) -> None:
     One without parameters is trained where the module that contains it is. Those of an image tokenizer (Emu3) are not:
     its constructor sets it to evaluation, and it gets no gradients.
     """
-    in_evaluation = {part for module in model.modules() if _evaluates(type(module)) for part in module.modules()}
+    classes = {cls for cls in {type(module) for module in model.modules()} if _evaluates(cls)}
+    in_evaluation = {part for module in model.modules() if type(module) in classes for part in module.modules()}
     for norm, holder in _norms(model):
         parameters = list(norm.parameters()) or list(holder.parameters())
         is_frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
@@ -61,8 +61,7 @@ def average_statistics(model: nn.Module) -> None:
             buffer.copy_(part.view_as(buffer))
 
 
-@cache
-def _evaluates(cls: type[nn.Module]) -> bool:
+def _evaluates(cls: Any) -> bool:
     """Whether the constructor of a class sets its instances to evaluation."""
     try:
         return "self.eval()" in inspect.getsource(cls.__init__)

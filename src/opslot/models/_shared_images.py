@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
 
 from opslot.distributed import gather_outputs, get_parallel_state
-from opslot.models._images import visual_inputs
+from opslot.models._images import Size, visual_inputs
 from opslot.models._probe import Probe, find_once
 
 # Outputs of an encoder that the language model does not read.
@@ -53,9 +54,9 @@ class _Images:
 
 
 def can_share_images(holder: Any, method: str) -> bool:
-    """Whether the features that `method` of `holder` computes are as many for each patch of any image.
+    """Whether all outputs of `method` of `holder` are of images, with as many features for each patch of any image.
 
-    HunYuan-VL's have others at the ends of rows and images.
+    HunYuan-VL has others at the ends of rows and images, and Ovis2 returns embeddings of tokens too.
     """
 
     def find() -> bool:
@@ -67,9 +68,21 @@ def can_share_images(holder: Any, method: str) -> bool:
             if inputs is None or images is None:
                 return False
             shares.add(Fraction(probe.features(inputs), sum(images.patches)))
-        return len(shares) == 1 and 0 not in shares
+        if len(shares) > 1 or 0 in shares:
+            return False
+        one, two = (_sizes(probe, [_SIZES[method][0]] * count) for count in (1, 2))
+        return two == {name: 2 * size for name, size in one.items()}
 
     return find_once(holder, f"images shared by {method}", find)
+
+
+def _sizes(probe: Probe, images: Sequence[Size]) -> dict[str, int]:
+    """Elements of each output that the language model may read."""
+    with torch.no_grad():
+        outputs = getattr(probe.model, probe.method)(**(visual_inputs(probe.model, probe.method, images) or {}))
+    read = outputs if isinstance(outputs, Mapping) else {"": outputs}
+    leaves = {name: pytree.tree_leaves(value) for name, value in read.items() if name not in INTERNAL_STATES}
+    return {name: sum(x.numel() for x in own if isinstance(x, Tensor)) for name, own in leaves.items()}
 
 
 def share_images(
