@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, masking_utils
 
 import opslot
@@ -194,6 +195,20 @@ def test_bidirectional_mask_overrides_a_module_that_is_causal():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
+
+
+def test_causal_mask_overrides_a_module_that_is_not_causal():
+    """AIMv2's encoder of text has the attention of images, which passes is_causal=False, and gets causal masks."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = transformers.Aimv2TextModel(transformers.Aimv2TextConfig(**sizes, num_attention_heads=4)).eval()
+    padding = torch.ones_like(IDS)
+    padding[1, 11:] = 0
+    with torch.no_grad():
+        expected = model(IDS, attention_mask=padding).last_hidden_state
+        opslot.apply(model, {"preset": "eager", "attn_implementation": "sdpa"})
+        close(model(IDS, attention_mask=padding).last_hidden_state, expected, padding)
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "deepseek_v3"])
 def test_static_cache_equals_dynamic_cache_on_a_gpu(name):
     """`generate` compiles the model for a static cache."""

@@ -94,7 +94,8 @@ class Layout(NamedTuple):
         """The arguments of a kernel's call with this mask; documents in `kwargs` come before its own."""
         batch, _, length, _ = query.shape
         found = dict(kwargs)
-        if self.causal is not None and kwargs.get("is_causal") is None:
+        if self.causal is not None:
+            # Also of a module that calls itself not causal and gets causal masks, such as AIMv2's of text.
             found["is_causal"] = self.causal
         if self.window is not None and kwargs.get("sliding_window") is None:
             found["sliding_window"] = self.window
