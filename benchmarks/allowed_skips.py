@@ -19,6 +19,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "DeepseekV4Attention",
             "Glm5NextTextAttention",
         ),
+        "computes attention itself, without the interface that kernels are selected by": ("Gemma4AudioAttention",),
         "gets a mask of blocks even where FlashAttention runs, before 5.20": ("PixtralAttention",),
         "is in an image or audio tower, or attends to its output": (
             "*Vision*Attention",

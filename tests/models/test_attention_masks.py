@@ -195,8 +195,6 @@ def test_bidirectional_mask_overrides_a_module_that_is_causal():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
-
-
 def test_causal_mask_overrides_a_module_that_is_not_causal():
     """AIMv2's encoder of text has the attention of images, which passes is_causal=False, and gets causal masks."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

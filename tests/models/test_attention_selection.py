@@ -9,10 +9,10 @@ from transformers import AttentionInterface, AutoConfig
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.ops.attention.forms import Attention, MasksOfOneImplementation
-from opslot.patchgen.forms import ModuleView
+from opslot.ops.attention.forms import Attention, MasksOfOneImplementation, OwnAttention
+from opslot.patchgen.forms import ClassFact, ModuleView
 from opslot.patchgen.source import UpstreamModule
-from opslot.slots.protocol import MASKS_OF
+from opslot.slots.protocol import COMPUTES_ATTENTION, MASKS_OF
 from opslot.verify.random_model import random_ids, random_model, whole_batch
 from opslot.verify.tiny import tiny_config
 from tests.models.sizes import SIZES
@@ -324,3 +324,42 @@ def test_masks_made_with_another_config_fit_the_attention_that_runs(ops, runs):
     assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {runs}
     batch = {"input_ids": random_ids(config), "labels": random_ids(config), "use_cache": False}
     assert torch.equal(model(**batch).loss, original(**batch).loss)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gptj"])
+def test_attention_without_the_interface_is_explained(name):
+    model = random_model(tiny_config(name))
+    report = opslot.apply(model, "auto", device="cpu")
+    assert attention(report) == []
+    (part,) = [row for row in report.skipped if row.op == "attention"]
+    assert part.reason == "computes attention itself, without Transformers' attention interface"
+    assert all("atten" in type(model.get_submodule(path)).__name__.lower() for path in part.modules)
+    assert part.reason in str(report)
+    with pytest.raises(ConfigError, match=r"attn_implementation='sdpa': \w+Attention has no slot: computes attention"):
+        opslot.bind(model, {"attn_implementation": "sdpa"}, device="cpu")
+
+
+def test_classes_that_compute_attention_themselves_leave_others_their_kernel():
+    """AIMv2's pooling, beside layers that call the interface and use the same config."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**sizes, image_size=16, patch_size=4))
+    report = opslot.apply(model, "auto", device="cpu")
+    assert attention(report) == [("sdpa", "")]
+    assert [(row.symbol, row.op) for row in report.skipped] == [("Aimv2AttentionPoolingHead", "attention")]
+
+
+@pytest.mark.parametrize(
+    ("code", "computes"),
+    [
+        ("weights = nn.Softmax(dim=-1)(torch.matmul(q, k))\n        return torch.matmul(weights, v)", True),
+        ("weights = (q @ k).softmax(-1)\n        return weights @ v", True),
+        ("return F.scaled_dot_product_attention(q, k, v)", True),
+        ("return torch.softmax(torch.matmul(q, k), -1)", False),
+        ("return ALL_ATTENTION_FUNCTIONS['sdpa'](torch.matmul(q, k), torch.matmul(k, v).softmax(-1))", False),
+    ],
+)
+def test_attention_of_a_class_is_recognized_by_its_calls(code, computes):
+    text = f"class ToyAttention(nn.Module):\n    def forward(self, q, k, v):\n        {code}\n"
+    found = list(OwnAttention().find(ModuleView(UpstreamModule("toy", "5.9.0", text))))
+    assert [finding.attribute for finding in found if isinstance(finding, ClassFact)] == [COMPUTES_ATTENTION] * computes
+    assert len(found) == 2 * computes

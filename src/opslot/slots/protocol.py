@@ -7,6 +7,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_attention_options`: of an attention class, its variant, and option -> the attribute that holds it.
 - `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens only to FlashAttention.
 - `_opslot_masks_of`: the implementation of attention whose masks the class reads, whichever is selected.
+- `_opslot_computes_attention`: whether an attention class computes it itself, without Transformers' interface.
 - `_opslot_reads_padding`: whether the class reads hidden states at padding, such as those of the last position.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 - `_opslot_by_document`: an instance runs once for each document where a module in it keeps whole sequences, or where
@@ -37,6 +38,7 @@ MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 MASKS_OF = PREFIX + "masks_of"
+COMPUTES_ATTENTION = PREFIX + "computes_attention"
 READS_PADDING = PREFIX + "reads_padding"
 LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
@@ -128,6 +130,14 @@ def skipped_parts(cls: type) -> tuple[Skipped, ...]:
 def skip_reason(module: Any, op_name: str) -> str | None:
     """Why discovery skipped that op in the class of `module`; None where it did not."""
     return next((part.reason for part in skipped_parts(type(module)) if part.op.split("/")[0] == op_name), None)
+
+
+def attention_skip(module: Any) -> str | None:
+    """Why attention that calls Transformers' interface has no kernel; None for other classes and where it may have one.
+
+    An implementation that is selected for a model does not reach classes that compute attention themselves.
+    """
+    return None if getattr(type(module), COMPUTES_ATTENTION, False) else skip_reason(module, "attention")
 
 
 def attention_options(module: Any) -> tuple[str, dict[str, str]] | None:
@@ -229,7 +239,7 @@ def why_by_document(module: Any) -> str | None:
     if not hasattr(type(module), BY_DOCUMENT):
         return None
     inside = (reason for part in module.modules() if (reason := keeps_itself(part)))
-    without_kernel = skip_reason(module, "attention")
+    without_kernel = attention_skip(module)
     return next(inside, None if without_kernel is None else f"{type(module).__name__} {without_kernel}")
 
 

@@ -138,11 +138,12 @@ def make_report(
     if not isinstance(binding, Binding):
         return BindingReport(tuple(rows), note=note)
     rows += [BindingRow(absent.where, absent.op_name, "-", "absent", absent.why, ()) for absent in binding.absent]
-    shown = {slot.resolution.op_name for slot in binding.slots if not slot.slot}
+    # The row of a sub-model has the reason of the parts in it.
+    shown = {(s.resolution.op_name, path) for s in binding.slots if not s.slot for path in (s.path, *s.parts)}
     skipped = tuple(
         SkippedRow(part.symbol, part.op, part.reason, paths)
         for part, paths in binding.skipped
-        if part.op.split("/")[0] not in shown
+        if shown.isdisjoint((part.op.split("/")[0], path) for path in paths)
     )
     return BindingReport(tuple(rows), str(binding.device), note, binding.model_dtype, skipped)
 

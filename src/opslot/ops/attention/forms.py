@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.source import nodes_below
-from opslot.slots.protocol import ATTENTION_OPTIONS, CU_SEQLENS_FOR_FLASH, MASKS_OF, READS_PADDING
+from opslot.slots.protocol import (
+    ATTENTION_OPTIONS,
+    COMPUTES_ATTENTION,
+    CU_SEQLENS_FOR_FLASH,
+    MASKS_OF,
+    READS_PADDING,
+)
 
 OP = "attention"
 _PLAIN = "softmax(scale q k + mask) v"
@@ -81,6 +87,11 @@ _ARGUMENTS = {
 # Options that the kernel reads from the module when it is bound.
 _OPTIONS = ("sliding_window", "softcap", "s_aux", "dropout")
 _SPARSE = {"indices", "block_indices"}
+# Of attention that a class computes itself: products of queries and keys, functions that compute all of it, and one way
+# to read a mask.
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+_FUSED = {"scaled_dot_product_attention", "_flash_attention_forward"}
+_READS_BOOLS = "attention_mask.logical_not()"
 
 
 # Before 5.20, Pixtral makes a mask of the images' lengths, and none where a FlashAttention of Transformers runs.
@@ -206,9 +217,32 @@ class MasksOfOneImplementation:
                     yield ClassFact(name, MASKS_OF, "eager")
             elif _adds_own_mask(module, name):
                 yield ClassFact(name, MASKS_OF, "eager")
-            elif "attention_mask.logical_not()" in module.text(forward) and "Attention" in name:
+            elif _READS_BOOLS in module.text(forward) and "Attention" in name:
                 yield ClassFact(name, MASKS_OF, "sdpa")
                 yield Skip(name, OP, "computes attention itself, with masks of bools")
+
+
+@dataclass(frozen=True)
+class OwnAttention:
+    """Classes that compute attention themselves: no kernel that is selected for a model reaches them."""
+
+    def find(self, module: ModuleView) -> Iterator[Skip | ClassFact]:
+        for name in module.classes:
+            if _computes_attention(module, name):
+                yield ClassFact(name, COMPUTES_ATTENTION, True)
+                yield Skip(name, OP, "computes attention itself, without Transformers' attention interface")
+
+
+def _computes_attention(module: ModuleView, name: str) -> bool:
+    """Whether an attention class calls softmax between two products, or a function that does both."""
+    text = module.text(name)
+    if not re.search(r"Attention|Attn", name) or "ALL_ATTENTION_FUNCTIONS" in text or _READS_BOOLS in text:
+        return False
+    nodes = nodes_below(module.classes[name])
+    called = [ast.unparse(node.func).rpartition(".")[2].lower() for node in nodes if isinstance(node, ast.Call)]
+    operators = sum(isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult) for node in nodes)
+    products = operators + sum(function in _PRODUCTS for function in called)
+    return not _FUSED.isdisjoint(called) or ("softmax" in called and products > 1)
 
 
 def _is_sparse(module: ModuleView, forward: str) -> bool:
@@ -427,4 +461,4 @@ def other_masks(module: ModuleView, needed: bool = True, by_mask: bool = False) 
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 
 
-FORMS = (Attention(), CuSeqlensForFlash(), ReadsPadding(), MasksOfOneImplementation())
+FORMS = (Attention(), OwnAttention(), CuSeqlensForFlash(), ReadsPadding(), MasksOfOneImplementation())

@@ -29,11 +29,11 @@ from opslot.ops.attention.towers import CU_SEQLENS
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
 from opslot.slots.protocol import (
     attention_options,
+    attention_skip,
     cu_seqlens_for_flash,
     masks_of,
     modules_by_document,
     reads_padding,
-    skip_reason,
 )
 
 PREFIX = "opslot_"
@@ -58,13 +58,13 @@ def _applies_to(model: Any) -> str | None:
         return None
     modules = [m for m in model.modules() if m.__dict__.get("config") is model.config]
     variants = {found[0] for m in modules if (found := attention_options(m)) is not None}
-    if not variants and not any(skip_reason(m, "attention") or _is_unknown_attention(m) for m in modules):
+    if not variants and not any(attention_skip(m) or _is_unknown_attention(m) for m in modules):
         return None
     return "bidirectional" if variants == {"bidirectional"} else "causal"
 
 
 def _is_unknown_attention(module: Any) -> bool:
-    """Generated attention without options or a skip, such as that of Gemma 4's audio, reads no implementation."""
+    """Attention of a class that is not generated may read the implementation of its config."""
     cls = type(module)
     return "Attention" in cls.__name__ and not cls.__module__.startswith("opslot.")
 
@@ -88,7 +88,7 @@ def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
 
 def _skipped(model: Any) -> str | None:
     """The attention class of a model that has no kernels, and why; None where all have them."""
-    skips = ((type(module).__name__, skip_reason(module, "attention")) for module in _modules_of(model))
+    skips = ((type(module).__name__, attention_skip(module)) for module in _modules_of(model))
     return next((f"{name} {why}" for name, why in skips if why), None)
 
 
@@ -220,7 +220,7 @@ OP = OpSpec(
         "bidirectional": _variant("bidirectional", "of encoders and towers, packed documents"),
     },
     applies_to=_applies_to,
-    part=lambda module: attention_options(module) is not None or skip_reason(module, "attention") is not None,
+    part=lambda module: attention_options(module) is not None or attention_skip(module) is not None,
     attach=_attach,
     detach=_detach,
     keeps=_keeps,
