@@ -195,6 +195,20 @@ def test_bidirectional_mask_overrides_a_module_that_is_causal():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kernel", ["sdpa", "triton"])
+def test_autocast_casts_queries_keys_and_values(kernel):
+    """Norms and rotary embeddings of queries and keys may return float32 under autocast, as those of Qwen3 do."""
+    if (reason := KERNEL_REGISTRY.get("attention", "causal", kernel).unsupported_here()) is not None:
+        pytest.skip(reason)
+    attend = masks.reads_layout(KERNEL_REGISTRY.load("attention", "causal", kernel))
+    query, key, value = torch.randn(3, 1, 2, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = attend(torch.nn.Module(), query, key, value.bfloat16(), None, is_causal=True)
+        wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
 def test_causal_mask_overrides_a_module_that_is_not_causal():
     """AIMv2's encoder of text has the attention of images, which passes is_causal=False, and gets causal masks."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

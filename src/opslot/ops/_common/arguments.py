@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from opslot._base.errors import KernelError
@@ -27,6 +28,15 @@ def require_floats(kernel: str, hint: str = "use eager", /, **tensors: Tensor | 
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in FLOATS:
             reject(kernel, name, unsupported_dtype(tensor.dtype), hint)
+
+
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where it is on, as it casts the arguments of torch's matmuls and attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

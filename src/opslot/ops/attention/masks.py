@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import masking_utils
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.arguments import in_autocast_dtype
 
 _MODULE = masking_utils.__name__
 
@@ -395,6 +396,8 @@ def _with_documents(mask: Tensor, batch: int, kwargs: dict[str, Any]) -> tuple[T
 def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """An attention `kernel` whose mask may be a `Layout`, and which may be called with `cross_attention`.
 
+    Under autocast it runs in autocast's dtype, as torch's does: norms of queries and keys may return float32.
+
     Args:
         dense: runs instead of the kernel where the mask is a dense one [B, 1, S, S_kv].
 
@@ -419,6 +422,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         function = kernel
+        query, key, value = in_autocast_dtype(query, key, value)
         is_layout = isinstance(attention_mask, Layout)
         has_keys_alone = is_layout and attention_mask.keys is not None and attention_mask.cu_seqlens is None
         if cross_attention or has_keys_alone:

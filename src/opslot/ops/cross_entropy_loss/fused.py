@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.host_values import device_copy
-from opslot.ops._common.arguments import reject
+from opslot.ops._common.arguments import in_autocast_dtype, reject
 from opslot.ops._common.custom_op import custom_op, differentiable_op, once_differentiable
 from opslot.ops.cross_entropy_loss.chunked import (
     Backend,
@@ -84,10 +84,8 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor |
     device = hidden_states.device
     if device.type == "meta":
         _reject(name, "hidden_states", "it is on meta, where tensors have no data")
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden_states, weight, *cast = in_autocast_dtype(hidden_states, weight, *([] if bias is None else [bias]))
+    bias = cast[0] if cast else None
     if not hidden_states.dim():
         _reject(name, "hidden_states", "it is one number, not [..., H]")
     width = hidden_states.shape[-1]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject, require_floats
+from opslot.ops._common.arguments import in_autocast_dtype, reject, require_floats
 
 HINT = "fix the argument, or set linear_implementation to eager for this module"
 
@@ -19,11 +18,8 @@ def checked(kernel: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> 
     Raises:
         KernelError: unsupported shapes or dtypes.
     """
-    device = input.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        input, weight = input.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    input, weight, *cast = in_autocast_dtype(input, weight, *([] if bias is None else [bias]))
+    bias = cast[0] if cast else None
     require_floats(kernel, HINT, input=input)
     if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[1]:
         reject(kernel, "weight", f"shape {tuple(weight.shape)} beside input {tuple(input.shape)}", HINT)
