@@ -12,6 +12,7 @@ from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
 from opslot.ops.attention import masks, op
 from opslot.slots import KernelSpec
+from opslot.verify.tiny import shrink
 from tests.models.sizes import SIZES as COMMON
 
 SIZES = {
@@ -195,6 +196,19 @@ def test_bidirectional_mask_overrides_a_module_that_is_causal():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
+def test_masks_that_other_classes_read_are_transformers():
+    """LASR's convolution zeroes the padding that the mask of attention hides."""
+    config = shrink(transformers.LasrEncoderConfig())
+    model = transformers.LasrEncoder(config).eval()
+    features, padding = torch.randn(2, 64, config.num_mel_bins), torch.ones(2, 64, dtype=torch.long)
+    padding[1, 40:] = 0
+    with torch.no_grad():
+        expected = [model(features, attention_mask=mask).last_hidden_state for mask in (None, padding)]
+        opslot.apply(model, {"preset": "eager", "attn_implementation": "auto"})
+        found = [model(features, attention_mask=mask).last_hidden_state for mask in (None, padding)]
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("kernel", ["sdpa", "triton"])
 def test_autocast_casts_queries_keys_and_values(kernel):
     """Norms and rotary embeddings of queries and keys may return float32 under autocast, as those of Qwen3 do."""

@@ -443,7 +443,9 @@ def test_model_without_slots_raises():
         opslot.build_foundation_model(config)
 
 
-@pytest.mark.parametrize("arch", ["axk2", "doge", "hy_v4", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
+@pytest.mark.parametrize(
+    "arch", ["axk2", "doge", "hy_v4", "lasr", "lightglue", "mlcd", "modernbert", "nanochat", "qwen4_exp"]
+)
 def test_similar_code_is_skipped(arch):
     found = discover(arch)
     text = generate(found.patch, installed_release())
@@ -455,6 +457,10 @@ def test_similar_code_is_skipped(arch):
         "doge": ("load_balancing_loss_func", "computes another loss"),
         # The same code as Cohere's, but the angles are learned.
         "lightglue": ("apply_rotary_pos_emb", "or learned angles"),
+        # Its convolution zeroes the padding that the mask of attention hides.
+        "lasr": ("LasrEncoderAttention", "gets masks that LasrEncoderConvolutionModule reads too"),
+        # The angles of its class token are a parameter.
+        "mlcd": ("apply_rotary_pos_emb_vision", "rotates by trained angles"),
         "nanochat": ("apply_rotary_pos_emb", "rotates in another way"),
         "modernbert": ("ModernBertAttention", "passes deterministic to attention"),
         "qwen4_exp": ("Qwen4ExpTextRMSNorm", "another norm"),

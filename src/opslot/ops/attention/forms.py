@@ -345,8 +345,20 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
         return "changes the attention mask"
     if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
         return "does not state whether it is causal"
+    reader = _reads_masks_too(module)
+    if reader:
+        return f"gets masks that {reader} reads too"
     by_mask = any(_mask_of(call) for call in calls) and not _has_cu_seqlens_for_mask(module)
     return other_masks(module, needed=variant == "causal", by_mask=by_mask)
+
+
+def _reads_masks_too(module: ModuleView) -> str:
+    """A class beside attention that reads which tokens its masks hide, such as the convolution of LASR, or ""."""
+    for name, forward in module.methods():
+        text = module.text(forward)
+        if "attention_interface" not in text and re.search(r"torch\.all\(~\(?attention_mask\b", text):
+            return name
+    return ""
 
 
 def _cross_calls(module: ModuleView, forward: str) -> tuple[str, Counter[str]] | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+from opslot.patchgen.source import nodes_below
 from opslot.patchgen.split_tensors import SplitTensor, split_and_concatenated
 
 OP = "rotary_pos_emb"
@@ -244,6 +245,8 @@ def _mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
         return "rotates in another way than the reviewed forms"
     if form.per_pair == _EVERY_SECOND and not _one_angle_per_pair(module):
         return "may rotate two channels of a pair by different or learned angles"
+    if any(_has_trained_angles(module, method) for method in module.calls_by_method):
+        return "rotates by trained angles, and its kernels have no gradient for them"
     options = set() if form.per_pair or form.complex_angles else {"unsqueeze_dim"}
     if not all(
         _takes(call, len(form.parameters), options) for calls in module.callers(name).values() for call in calls
@@ -252,6 +255,20 @@ def _mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
     if not module.called_by_methods(name):
         return "is not called by a method, or by one without a self to hold a slot"
     return ""
+
+
+def _has_trained_angles(module: ModuleView, method: str) -> bool:
+    """Whether a method takes the cosine of what it computes from a parameter, such as MLCD's of its class token."""
+    definition = module.upstream.find(method)
+    assert definition is not None
+    if ".cos()" not in module.text(method):
+        return False
+    made = re.findall(r"(self\.\w+) = nn\.Parameter\(", module.text(f"{method.partition('.')[0]}.__init__"))
+    trained = set(made)
+    for node in nodes_below(definition):
+        if isinstance(node, ast.Assign) and trained & {ast.unparse(part) for part in ast.walk(node.value)}:
+            trained |= {ast.unparse(target) for target in node.targets}
+    return bool(made) and any(f"{name}.cos()" in module.text(method) for name in trained)
 
 
 _ARGUMENTS = {"single": ["x", "cos", "sin"], "multimodal": ["q", "k", "cos", "sin", "mrope_section"]}
