@@ -11,7 +11,6 @@ SOURCE = Path(opslot.__file__).parent
 EMITTERS = (
     "patchgen/",
     "models/discovery/",
-    "models/_common/patches.py",
     "ops/causal_conv1d/forms.py",
     "ops/chunk_gated_delta_rule/forms.py",
     "ops/attention/forms.py",

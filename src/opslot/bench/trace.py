@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from opslot._base.errors import ConfigError
+from opslot.slots.protocol import ATTENTION_PREFIX
 from opslot.slots.report import format_table
 from opslot.slots.slot import BoundKernel
-
-_ATTENTION_PREFIX = "opslot_"
 
 
 class TracedKernel(NamedTuple):
@@ -158,9 +157,9 @@ def _traced_attention(record: Trace) -> Iterator[None]:
     from transformers import AttentionInterface
 
     known = AttentionInterface._global_mapping
-    before = {name: kernel for name, kernel in known.items() if name.startswith(_ATTENTION_PREFIX)}
+    before = {name: kernel for name, kernel in known.items() if name.startswith(ATTENTION_PREFIX)}
     for name, kernel in before.items():
-        AttentionInterface.register(name, _attention(record, name.removeprefix(_ATTENTION_PREFIX), kernel))
+        AttentionInterface.register(name, _attention(record, name.removeprefix(ATTENTION_PREFIX), kernel))
     try:
         yield
     finally:

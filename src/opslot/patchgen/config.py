@@ -268,14 +268,16 @@ class PatchConfig(TextPrimitives):
     def add_import(
         self, module: str, names: Iterable[str] = (), *, alias: str | None = None, is_from_import: bool | None = None
     ) -> None:
-        """Add `from module import names`, or `import module [as alias]` when no names are given."""
+        """Add `from module import names`, or `import module [as alias]` when no names are given, once."""
         names = tuple(names)
         if is_from_import is not None and is_from_import != bool(names):
             raise PatchError(
                 f"add_import({module!r}): a from-import needs names, a plain import takes none",
                 hint="give names, or leave out is_from_import",
             )
-        self.additional_imports.append(ImportSpec(module, names, alias))
+        spec = ImportSpec(module, names, alias)
+        if spec not in self.additional_imports:
+            self.additional_imports.append(spec)
 
     def add_final_block(self, text: str) -> None:
         """Add source text at the module's end."""

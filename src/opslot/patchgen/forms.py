@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from textwrap import indent
 from typing import Protocol
 
 from opslot.patchgen.config import PatchConfig
@@ -264,68 +263,6 @@ class MethodForms:
             patch.dependencies.extend(self.depends)
 
         return Match(name, self.op, row.variant, write)
-
-
-# PEFT puts its layers around a module, which do not have the module's attributes.
-_WITHOUT_ADAPTERS = """
-def _opslot_without_adapters(module):
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
-"""
-
-
-@dataclass(frozen=True)
-class CalledMethodForms:
-    """Methods whose arguments a kernel cannot take, as reviewed callers call them.
-
-    The slot is on the class that owns the weights, outside its `forward`. While a kernel is bound, the caller passes
-    `parameters` instead.
-
-    Attributes:
-        op: the op's name.
-        parameters: what the caller passes while a kernel is bound.
-        rows: the bodies of the owner's `forward`; `args` are in terms of `parameters`.
-        callers: by fingerprint of the caller's `forward`, the attribute that holds the owner, the statements that are
-            replaced, and what runs instead while a kernel is bound.
-        otherwise: the op's other forms; what they skip in these classes is dropped.
-    """
-
-    op: str
-    parameters: tuple[str, ...]
-    rows: tuple[Reviewed, ...]
-    callers: Mapping[str, tuple[str, str, str]]
-    otherwise: MethodForms
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        rows = {row.hash: row for row in self.rows}
-        owners = {name: rows[h] for name, f in module.methods() if (h := module.fingerprint(f)) in rows}
-        callers = [name for name, forward in module.methods() if module.fingerprint(forward) in self.callers]
-        # One class of each kind; with more, it is unknown which belong together.
-        found = {*owners, *callers} if len(owners) == len(callers) == 1 else set()
-        if found:
-            ((owner, row),) = owners.items()
-            yield self._match(owner, row, callers[0], self.callers[str(module.fingerprint(f"{callers[0]}.forward"))])
-        yield from (f for f in self.otherwise.find(module) if not (isinstance(f, Skip) and f.symbol in found))
-
-    def _match(self, owner: str, row: Reviewed, caller: str, call: tuple[str, str, str]) -> Match:
-        attribute, pattern, instead = call
-
-        def write(patch: PatchConfig) -> None:
-            slot = Slot(self.op, row.variant)
-            patch.slot_method(
-                f"{owner}.forward",
-                slot,
-                args=row.args,
-                expects=row.hash,
-                outside_decorators=True,
-                parameters=self.parameters,
-            )
-            patch.add_helper(_WITHOUT_ADAPTERS)
-            bound = f"_opslot_without_adapters(self.{attribute}).{slot.attribute} is not None"
-            patch.replace(
-                f"{caller}.forward", pattern, f"if {bound}:\n{indent(instead.strip(), '    ')}\nelse:\n    $match"
-            )
-
-        return Match(owner, self.op, row.variant, write)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import lru_cache
 
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.edits import Anchored, ClassAttribute, ImportSpec, TakeKeywords
+from opslot.patchgen.edits import Anchored, ClassAttribute, TakeKeywords
 from opslot.patchgen.forms import ModuleView, names_in
 from opslot.patchgen.source import nodes_below
 
@@ -15,7 +15,7 @@ from opslot.patchgen.source import nodes_below
 _BY_DOCUMENT = "_opslot_by_document"
 
 # Functions that a generated module calls.
-_HELPERS = "opslot.ops._common.documents", ("cu_seqlens_in", "documents_in", "documents_for")
+_FUNCTIONS = "opslot.ops._common.documents", ("cu_seqlens_in", "documents_in", "documents_for")
 
 
 def bound_arguments(call: ast.Call, parameters: tuple[str, ...], ignored: tuple[str, ...]) -> dict[str, str] | None:
@@ -169,7 +169,7 @@ def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, t
     passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
     count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
     patch.replace(method, text, ast.unparse(passed).replace("_PASSED", given), count=count)
-    add_helpers(patch)
+    add_imports(patch)
 
 
 def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> bool:
@@ -186,7 +186,7 @@ def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: 
     if not any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits):
         count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
         patch.replace(method, text, f"cu_seqlens_in({kwargs})", count=count)
-        add_helpers(patch)
+        add_imports(patch)
     return True
 
 
@@ -203,14 +203,11 @@ def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:
     return False
 
 
-def add_helpers(patch: PatchConfig, *texts: str) -> None:
-    """Add functions to the generated module, each once: those for the boundaries of documents, and `texts`."""
-    imported = ImportSpec(*_HELPERS)
-    if imported not in patch.additional_imports:
-        patch.additional_imports.append(imported)
-    for text in texts:
-        if text.strip("\n") not in (helper.strip("\n") for helper in patch.helpers):
-            patch.add_helper(text.strip("\n") + "\n")
+def add_imports(patch: PatchConfig, module: str = "", *names: str) -> None:
+    """Import what generated modules call: the functions for the boundaries of documents, and `names` of `module`."""
+    patch.add_import(*_FUNCTIONS)
+    if names:
+        patch.add_import(module, names)
 
 
 def undecorated(module: ModuleView, patch: PatchConfig, function: str) -> str:

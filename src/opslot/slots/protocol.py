@@ -30,6 +30,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 PREFIX = "_opslot_"
+# Of the names of attention in `AttentionInterface` that kernels have.
+ATTENTION_PREFIX = "opslot_"
 SLOTS = PREFIX + "slots"
 SKIPPED = PREFIX + "skipped"
 KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
@@ -145,6 +147,11 @@ def attention_options(module: Any) -> tuple[str, dict[str, str]] | None:
     return getattr(type(module), ATTENTION_OPTIONS, None)
 
 
+def is_own_attention(implementation: Any) -> bool:
+    """Whether a value of `_attn_implementation` names a kernel of opslot."""
+    return str(implementation).startswith(ATTENTION_PREFIX)
+
+
 def cu_seqlens_for_flash(module: Any) -> bool:
     """Whether a module passes cu_seqlens only to FlashAttention, or to a kernel bound with them.
 
@@ -210,9 +217,7 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
     alone = set() if by_kernel else {id(part) for _, outer in modules_by_document(model) for part in outer.modules()}
     for module in model.modules():
         reason = None if id(module) in alone else keeps_itself(module)
-        if not (
-            by_kernel or str(getattr(module.__dict__.get("config"), "_attn_implementation", "")).startswith("opslot_")
-        ):
+        if not by_kernel and not is_own_attention(getattr(module.__dict__.get("config"), "_attn_implementation", "")):
             reason = reason or getattr(type(module), MASKS_WITHOUT_POSITIONS, None)
         if reason:
             return reason

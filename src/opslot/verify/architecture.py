@@ -32,7 +32,7 @@ from opslot.models._modalities import decoder_of
 from opslot.models._parts import parts_of
 from opslot.models._registry import declared_sub_model
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, format_table
-from opslot.slots.protocol import keeps_sequences
+from opslot.slots.protocol import is_own_attention, keeps_sequences
 from opslot.verify.bisect import Float64Mode, bisect, double, in_fp64, loss_and_gradients
 from opslot.verify.isolated import Processes
 from opslot.verify.media import KINDS, RAISES, MediaSamples, media_samples, packed_samples, parallel_samples
@@ -393,7 +393,7 @@ def _run_the_same_code(original: Any, model: Any) -> None:
 def _copy_implementations(original: Any, config: Any) -> None:
     for attribute in ("_attn_implementation", "_experts_implementation"):
         wanted = getattr(config, attribute, None)
-        if wanted is not None and not str(wanted).startswith("opslot_"):
+        if wanted is not None and not is_own_attention(wanted):
             # The property would set it on the configs in it too.
             setattr(original, f"{attribute}_internal", wanted)
 

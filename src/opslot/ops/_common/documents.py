@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from opslot._base.host_values import host_values
 from opslot.ops._common.arguments import reject
 from opslot.slots import walk_slots
 from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences
+
+T = TypeVar("T")
 
 _INSTEAD = "it must start with 0, not decrease, and end with the number of tokens; padding is also a document"
 # The cu_seqlens last checked on a device, since a model passes the same to every layer: (tensor, version, rows, length,
@@ -75,6 +77,28 @@ def longest_document(cu_seqlens: Tensor, given: int | Tensor | None = None) -> i
 def one_row(x: Tensor) -> Tensor:
     """[B, S, ...] as [1, B * S, ...]: rows are flattened where cu_seqlens has the boundaries of rows and documents."""
     return x.reshape(1, -1, *x.shape[2:])
+
+
+def each_document(run: Callable[..., T], cu_seqlens: Tensor, *tokens: Tensor, state: Tensor | None = None) -> list[T]:
+    """Results of `run` on the tokens [1, document, ...] of each document that has some.
+
+    Args:
+        run: takes the tokens of a document, and its `state` [1, ...] if there are initial states.
+        cu_seqlens: boundaries [documents + 1] over the flattened tokens.
+        tokens: tensors [B, S, ...].
+        state: initial states [documents, ...].
+    """
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*([x[None] for x in tensor.flatten(0, 1).split(lengths)] for tensor in tokens), strict=True)
+    if state is None:
+        return [run(*document) for document in documents if document[0].shape[1]]
+    given = zip(documents, state.split(1), strict=True)
+    return [run(*document, state=states) for document, states in given if document[0].shape[1]]
+
+
+def join_documents(outputs: Iterable[Tensor], tokens: Tensor) -> Tensor:
+    """Outputs [1, document, ...] of all documents as [B, S, ...], the first two dims being those of `tokens`."""
+    return torch.cat([output[0] for output in outputs]).unflatten(0, tokens.shape[:2])
 
 
 def separate_documents(model: nn.Module, op_name: str) -> list[Any]:

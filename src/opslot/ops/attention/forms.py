@@ -105,11 +105,7 @@ kwargs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
 attention_mask = None
 """
 
-_CROSS = '''\
-def _opslot_cross_attention(config, is_cross):
-    """The argument that marks a call of opslot's kernels as cross attention, whose keys have their own padding."""
-    return {"cross_attention": True} if is_cross and str(config._attn_implementation).startswith("opslot_") else {}
-'''
+_CALLS = "opslot.ops.attention.calls"
 
 
 @dataclass(frozen=True)
@@ -162,14 +158,13 @@ class _Write:
             return
         condition, calls = self.cross
         for call, count in calls.items():
-            marked = f"{call.removesuffix(')')}, **_opslot_cross_attention(self.config, {condition}))"
+            marked = f"{call.removesuffix(')')}, **cross_attention_argument(self.config, {condition}))"
             patch.replace(f"{self.name}.forward", call, marked, count=count)
-        if _CROSS not in patch.helpers:
-            patch.add_helper(_CROSS)
+        patch.add_import(_CALLS, ["cross_attention_argument"])
 
 
 _ASK_BINDING = """\
-from opslot.ops.attention.towers import or_bound_with_cu_seqlens
+from opslot.ops.attention.calls import or_bound_with_cu_seqlens
 
 is_flash_attention_requested = or_bound_with_cu_seqlens(is_flash_attention_requested)
 """

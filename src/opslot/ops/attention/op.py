@@ -23,20 +23,20 @@ from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.model_config import head_sizes
+from opslot.ops.attention.calls import CU_SEQLENS
 from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.ops.attention.reference import OPTIONS, reference
-from opslot.ops.attention.towers import CU_SEQLENS
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
 from opslot.slots.protocol import (
+    ATTENTION_PREFIX,
     attention_options,
     attention_skip,
     cu_seqlens_for_flash,
+    is_own_attention,
     masks_of,
     modules_by_document,
     reads_padding,
 )
-
-PREFIX = "opslot_"
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -81,7 +81,7 @@ def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
     if reason:
         return reason
     own = _original(model, attached)
-    if wanted == "auto" and own not in _DEFAULTS and not str(own).startswith(PREFIX):
+    if wanted == "auto" and own not in _DEFAULTS and not is_own_attention(own):
         return f"the model was built with Transformers' {own!r}, which auto keeps"
     return None
 
@@ -154,7 +154,7 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     shown = chosen.replace("flash", "fa") + (CU_SEQLENS if _needs_cu_seqlens(model, slot) else "")
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
     suffixes = [*(["or_dense"] if falls_back else []), *(["at_padding"] if at_padding else [])]
-    name = PREFIX + "_".join([shown, *suffixes, *wrappers])
+    name = ATTENTION_PREFIX + "_".join([shown, *suffixes, *wrappers])
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, mask_function)
     return _set(model, name)

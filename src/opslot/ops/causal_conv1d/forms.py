@@ -9,7 +9,7 @@ from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip, skip_callers
-from opslot.patchgen.packed_documents import add_helpers, bound_arguments, documents_of, pass_documents_to, undecorated
+from opslot.patchgen.packed_documents import add_imports, bound_arguments, documents_of, pass_documents_to, undecorated
 
 OP = "causal_conv1d"
 _FUNCTION = "causal_conv1d_fn"
@@ -46,16 +46,7 @@ _SLOT = Slot(OP)
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined")
 _FUSED_IN_TRAINING = "self.training and cache_params is None"
 
-_BY_DOCUMENT = '''
-def _opslot_conv_by_document(convolve, hidden_states, weight, bias, activation, cu_seqlens):
-    """Transformers' convolution `convolve`, of each document alone if there are several."""
-    if cu_seqlens is None:
-        return convolve(hidden_states, weight, bias, activation)
-    batch, _, length = hidden_states.shape
-    documents = hidden_states.transpose(1, 2).flatten(0, 1).split(cu_seqlens.diff().tolist())
-    outputs = [convolve(tokens.T[None], weight, bias, activation)[0].T for tokens in documents if len(tokens)]
-    return torch.cat(outputs).unflatten(0, (batch, length)).transpose(1, 2)
-'''
+_CALLS = "opslot.ops.causal_conv1d.calls"
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
         patch.replace(method, ast.unparse(calls[0]), _bound_or(original, ", ".join(values)), slot=_SLOT)
         if fused:
             patch.replace(method, _FUSED_IN_TRAINING, f"$match and self.{_SLOT.attribute} is None")
-        add_helpers(patch, _BY_DOCUMENT)
+        add_imports(patch, _CALLS, "conv_by_document")
         pass_documents_to(module, patch, method.partition(".")[0])
         patch.depends_on(module.upstream.name, _FUNCTION)
 
@@ -112,7 +103,7 @@ def _write_optional(method: str, patch: PatchConfig) -> None:
     original = "lambda x, *_: F.silu(self.conv1d(x)[:, :, : x.shape[-1]])"
     values = 'mixed_qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, "silu", cu_seqlens_in(kwargs)'
     patch.replace(method, _OPTIONAL, f"mixed_qkv = {_bound_or(original, values)}", slot=_SLOT)
-    add_helpers(patch, _BY_DOCUMENT)
+    add_imports(patch, _CALLS, "conv_by_document")
 
 
 def _write_own(owner: str, pattern: str, patch: PatchConfig) -> None:
@@ -121,7 +112,6 @@ def _write_own(owner: str, pattern: str, patch: PatchConfig) -> None:
     template = f"{bound}({_OWN_VALUES}){_OWN[pattern]} if {bound} is not None else $match"
     patch.replace(f"{owner}.{_OWN_METHOD}", pattern, template, slot=_SLOT)
     patch.replace(f"{owner}.forward", _FAST, f"{bound} is None and $match")
-    add_helpers(patch, _BY_DOCUMENT)
 
 
 def _write_own_slow(owner: str, patch: PatchConfig) -> None:
@@ -130,12 +120,11 @@ def _write_own_slow(owner: str, patch: PatchConfig) -> None:
     template = f"{bound}({_OWN_VALUES}) if {bound} is not None else $match"
     patch.replace(f"{owner}.{_SLOW_METHOD}", _OWN_SLOW, template, count=2, slot=_SLOT)
     patch.replace(f"{owner}.forward", _FAST_RETURN, f"if {bound} is None:\n    $match")
-    add_helpers(patch, _BY_DOCUMENT)
 
 
 def _bound_or(original: str, values: str) -> str:
     bound = f"self.{_SLOT.attribute}"
-    return f"{bound}({values}) if {bound} is not None else _opslot_conv_by_document({original}, {values})"
+    return f"{bound}({values}) if {bound} is not None else conv_by_document({original}, {values})"
 
 
 FORMS = (Convolutions(),)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Skip, skip_callers
-from opslot.patchgen.packed_documents import add_helpers, bound_arguments, documents_of, undecorated
+from opslot.patchgen.packed_documents import add_imports, bound_arguments, documents_of, undecorated
 
 OP = "chunk_gated_delta_rule"
 _PARAMETERS = (
@@ -29,30 +29,7 @@ _REPEATS = ("self.num_v_heads // self.num_k_heads > 1", "self.num_v_heads > self
 _GATED_DELTA_RULE = r"(torch_)?(chunk|recurrent)_gated_delta_rule"
 _KIMI_DELTA_ATTENTION = r"(torch_)?(chunk|recurrent)_kimi_delta_attention"
 _RWKV = r"rwkv_linear_\w+"
-
-_BY_DOCUMENT = '''
-def _opslot_delta_rule_by_document(
-    rule, query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
-):
-    """Transformers' gated delta rule `rule`, of each document alone if there are several."""
-
-    def run(*tokens, state):
-        return rule(
-            *tokens,
-            initial_state=state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )
-
-    if cu_seqlens is None:
-        return run(query, key, value, g, beta, state=initial_state)
-    lengths = cu_seqlens.diff().tolist()
-    documents = zip(*(x.flatten(0, 1).split(lengths) for x in (query, key, value, g, beta)))
-    states = initial_state.split(1) if initial_state is not None else [None] * len(lengths)
-    results = [run(*(x[None] for x in document), state=s) for document, s in zip(documents, states) if len(document[0])]
-    outputs = torch.cat([output[0] for output, _ in results]).unflatten(0, value.shape[:2])
-    return outputs, torch.cat([state for _, state in results]) if output_final_state else None
-'''
+_CALLS = "opslot.ops.chunk_gated_delta_rule.calls"
 
 
 @dataclass(frozen=True)
@@ -97,7 +74,7 @@ class DeltaRules:
 
         def write(patch: PatchConfig) -> None:
             original, bound = undecorated(module, patch, self.function), f"self.{self.slot.attribute}"
-            eager = f"_opslot_delta_rule_by_document({original}, {values})"
+            eager = f"delta_rule_by_document({original}, {values})"
             template = f"{bound}({values}) if {bound} is not None else {eager}"
             patch.replace(method, ast.unparse(calls[0]), template, slot=self.slot)
             for condition in _REPEATS:
@@ -105,7 +82,7 @@ class DeltaRules:
                     # A single token of a cached sequence goes to Transformers' recurrent form, which reads no groups.
                     repeats = f"$match and ({bound} is None or {arguments['query']}.shape[1] == 1)"
                     patch.replace(method, condition, repeats)
-            add_helpers(patch, _BY_DOCUMENT)
+            add_imports(patch, _CALLS, "delta_rule_by_document")
             patch.depends_on(module.upstream.name, self.function, "l2norm")
 
         return Match(owner, OP, self.slot.variant, write)

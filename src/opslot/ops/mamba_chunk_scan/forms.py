@@ -11,7 +11,7 @@ from functools import partial
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Skip, skip_callers
 from opslot.patchgen.packed_documents import (
-    add_helpers,
+    add_imports,
     bound_arguments,
     documents_of,
     documents_reach,
@@ -62,70 +62,7 @@ _SELECTIVE_PARAMETERS = (
 # How the module's own scan is computed.
 _SELECTIVE_OPTIONS = ("use_mambapy", "use_associative_scan")
 _PER_CHANNEL = Slot(OP, "per_channel")
-
-_BY_DOCUMENT = '''
-def _opslot_scan_by_document(
-    scan, chunk_size, x, dt, A, B, C, D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states, cu_seqlens
-):
-    """Transformers' scan `scan`, of each document alone if there are several."""
-
-    def run(x, dt, B, C, states):
-        return scan(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            chunk_size=chunk_size,
-            D=D,
-            dt_bias=dt_bias,
-            initial_states=states,
-            dt_softplus=dt_softplus,
-            dt_limit=dt_limit,
-            return_final_states=return_final_states,
-        )
-
-    if cu_seqlens is None:
-        return run(x, dt, B, C, initial_states)
-    lengths = cu_seqlens.diff().tolist()
-    documents = zip(*(tensor.flatten(0, 1).split(lengths) for tensor in (x, dt, B, C)))
-    given = initial_states.split(1) if initial_states is not None else [None] * len(lengths)
-    results = [run(*(tokens[None] for tokens in d), states) for d, states in zip(documents, given) if len(d[0])]
-    outputs = [result[0][0] if return_final_states else result[0] for result in results]
-    outputs = torch.cat(outputs).unflatten(0, x.shape[:2])
-    return (outputs, torch.cat([result[1] for result in results])) if return_final_states else outputs
-'''
-
-_SELECTIVE_HELPERS = '''
-def _opslot_selective_scan(scan, x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens):
-    """Mamba-1's scan and gate, with a channel as a head of the slot's scan."""
-    tokens, steps = x.transpose(1, 2)[..., None], dt.transpose(1, 2)
-    B, C = (tensor.transpose(1, 2)[:, :, None].to(x.dtype) for tensor in (B, C))
-    limit = (0.0, float("inf"))
-    found = scan(tokens, steps, A, B, C, D, dt_bias, None, softplus, limit, want_state, cu_seqlens)
-    out, state = found if want_state else (found, None)
-    out = out.squeeze(-1).transpose(1, 2) * F.silu(z)
-    return (out, state.squeeze(2).to(x.dtype)) if want_state else out
-
-
-def _opslot_selective_scan_by_document(
-    scan, x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens, **options
-):
-    """Transformers' scan of Mamba-1 `scan`, of each document alone if there are several."""
-
-    def run(x, dt, B, C, z):
-        options_of_all = {"delta_bias": dt_bias, "delta_softplus": softplus, "return_last_state": want_state}
-        return scan(x, dt, A, B, C, D=D, z=z, **options_of_all, **options)
-
-    if cu_seqlens is None:
-        return run(x, dt, B, C, z)
-    lengths = cu_seqlens.diff().tolist()
-    documents = zip(*(tensor.transpose(1, 2).flatten(0, 1).split(lengths) for tensor in (x, dt, B, C, z)))
-    results = [run(*(tokens.T[None] for tokens in document)) for document in documents if len(document[0])]
-    outputs = [result[0] if want_state else result for result in results]
-    out = torch.cat([output[0].T for output in outputs]).unflatten(0, (x.shape[0], -1)).transpose(1, 2)
-    return (out, torch.cat([result[1] for result in results])) if want_state else out
-'''
+_CALLS = "opslot.ops.mamba_chunk_scan.calls"
 
 # Mixers of Mamba-2 before 5.15: their method for machines without mamba_ssm.
 _MIXER = "torch_forward"
@@ -154,39 +91,13 @@ _SLOW_MIXERS = {
     *("3ec417d2e7bb", "6b841cc3e181"),  # falcon_mamba
 }
 
-# {name} is what the functions are called; {method} computes everything in Transformers.
-_MIXER_HELPER = '''
-def _opslot_{name}(mixer, hidden_states, cache_params, attention_mask, cu_seqlens):
-    """A mixer's output with the slot's scan, else Transformers', of each document alone if there are several."""
-    has_state = cache_params is not None and cache_params.has_previous_state(mixer.layer_idx)
-    if mixer.{slot} is not None and not has_state:
-        return _opslot_{name}_with_kernels(mixer, hidden_states, cache_params, attention_mask, cu_seqlens)
-    if cu_seqlens is None:
-        return mixer.{method}(hidden_states, cache_params, attention_mask)
-    documents = hidden_states.flatten(0, 1).split(cu_seqlens.diff().tolist())
-    outputs = [mixer.{method}(tokens[None], None, None)[0] for tokens in documents if len(tokens)]
-    return torch.cat(outputs).unflatten(0, hidden_states.shape[:2])
-'''
-
-# {x} is what is convolved, [B, C, S].
-_CONVOLVED = """
-    kernel = self._opslot_causal_conv1d
-    if kernel is not None:
-        {x} = kernel({x}, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation, cu_seqlens)
-    else:
-        {x} = _opslot_conv_by_document(
-            lambda x, *_: self.act(self.conv1d(x)[..., : x.shape[-1]]), {x}, None, None, None, cu_seqlens
-        )
-""".strip("\n")
-
 # {projections}, {before}, {parts}, {state} and {output} are statements of Transformers' method.
-_MIXER_WITH_KERNELS = '''
+_MIXER_WITH_KERNELS = '''\
 def _opslot_mamba2_with_kernels({parameters}, cu_seqlens):
     """Transformers' {method} from an empty state, with the convolution and the scan of the slots."""
 {projections}
 {before}
-{convolved}
-    {x} = {x}{transposed}
+    {x} = mixer_conv(self, {x}, cu_seqlens){transposed}
 {parts}
     # The states of packed documents are not those of rows.
     want_state = cache_params is not None and cu_seqlens is None
@@ -212,13 +123,13 @@ def _opslot_mamba2_with_kernels({parameters}, cu_seqlens):
 
 # {projections}, {filled}, {parts} and {output} are statements of Transformers' method; {step} is a time step before
 # softplus.
-_SLOW_MIXER_WITH_KERNELS = '''
+_SLOW_MIXER_WITH_KERNELS = '''\
 def _opslot_mamba1_with_kernels({parameters}, cu_seqlens):
     """Transformers' {method} from an empty state, with the convolution and the scan of the slots."""
 {projections}
     if cache_params is not None:
 {filled}
-{convolved}
+    hidden_states = mixer_conv(self, hidden_states, cu_seqlens)
 {parts}
     # The states of packed documents are not those of rows. A channel is a head of the slot's scan.
     want_state = cache_params is not None and cu_seqlens is None
@@ -238,22 +149,6 @@ _LIGHTNING = ("957c1875ec74", "20f4d40bc0a0", "307816f12796")
 _LIGHTNING_START = "batch_size, seq_len, hidden_size = hidden_states.shape"
 _LIGHTNING_BLOCKS = "range(num_blocks)"
 _LIGHTNING_OUTPUT = "attn_output = torch.cat(attn_output, dim=-2)"
-_LIGHTNING_HELPERS = '''
-def _opslot_lightning_attention(scan, slope_rate, query, key, value, want_state, cu_seqlens):
-    """Output and last state of lightning attention, computed by a scan with steps of 1."""
-    x, B, C = (tensor.transpose(1, 2) for tensor in (value, key, query))
-    dt = torch.ones(x.shape[:3], dtype=torch.float32, device=x.device)
-    found = scan(x, dt, -slope_rate.flatten().float(), B, C, return_final_states=want_state, cu_seqlens=cu_seqlens)
-    out, state = found if want_state else (found, None)
-    return out.transpose(1, 2), None if state is None else state.mT.to(value.dtype)
-
-
-def _opslot_lightning_by_document(attention, hidden_states, cu_seqlens):
-    """Transformers' lightning attention of each document alone."""
-    documents = hidden_states.flatten(0, 1).split(cu_seqlens.diff().tolist())
-    outputs = [attention.forward(tokens[None], None, None)[0][0] for tokens in documents if len(tokens)]
-    return torch.cat(outputs).unflatten(0, hidden_states.shape[:2])
-'''
 
 
 @dataclass(frozen=True)
@@ -294,11 +189,11 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
 
     def write(patch: PatchConfig) -> None:
         original, bound = undecorated(module, patch, _FUNCTION), f"self.{_SLOT.attribute}"
-        eager = f"_opslot_scan_by_document({original}, {size}, {values})"
+        eager = f"scan_by_document({original}, {size}, {values})"
         template = f"{bound}({values}) if {bound} is not None else {eager}"
         patch.replace(method, ast.unparse(calls[0]), template, slot=_SLOT)
         _leave_out_fused(patch, method, fused, f"{bound} is not None or {documents} is not None")
-        add_helpers(patch, _BY_DOCUMENT)
+        add_imports(patch, _CALLS, "scan_by_document")
         pass_documents(module, patch)
         patch.depends_on(module.upstream.name, _FUNCTION, *_HELPERS)
 
@@ -328,11 +223,11 @@ def _selective_call(module: ModuleView, method: str, calls: list[ast.Call]) -> M
 
     def write(patch: PatchConfig) -> None:
         original, bound = undecorated(module, patch, _SELECTIVE), f"self.{_PER_CHANNEL.attribute}"
-        eager = f"_opslot_selective_scan_by_document({original}, {values}{options})"
-        template = f"_opslot_selective_scan({bound}, {values}) if {bound} is not None else {eager}"
+        eager = f"scan_channels_by_document({original}, {values}{options})"
+        template = f"scan_channels({bound}, {values}) if {bound} is not None else {eager}"
         patch.replace(method, ast.unparse(calls[0]), template, slot=_PER_CHANNEL)
         _leave_out_fused(patch, method, fused, f"{bound} is not None or {documents} is not None")
-        add_helpers(patch, _SELECTIVE_HELPERS)
+        add_imports(patch, _CALLS, "scan_channels", "scan_channels_by_document")
         pass_documents_to(module, patch, owner)
         pass_documents(module, patch)
         patch.depends_on(module.upstream.name, _SELECTIVE)
@@ -357,13 +252,21 @@ def _write_mixer(module: ModuleView, name: str, limit: str, patch: PatchConfig) 
         patch.replace(forward, "seq_idx is not None", "False")
     bound = f"self.{_SLOT.attribute}"
     patch.replace(forward, "is_fast_path_available", f"{bound} is None and {documents} is None and $match")
-    arguments = f"self, hidden_states, cache_params, attention_mask, {documents}"
-    patch.replace(forward, _MIXER_CALL, f"_opslot_mamba2({arguments})", slot=_SLOT)
-    helper = _MIXER_HELPER.format(name="mamba2", method=_MIXER, slot=_SLOT.attribute)
-    add_helpers(patch, helper, _with_kernels(module, method, limit))
+    arguments = f"hidden_states, cache_params, attention_mask, {documents}"
+    mixer = f"mixer_by_document(self, {bound}, self.{_MIXER}, _opslot_mamba2_with_kernels, {arguments})"
+    patch.replace(forward, _MIXER_CALL, mixer, slot=_SLOT)
+    _add_mixer(patch, _with_kernels(module, method, limit))
     pass_documents_to(module, patch, name)
     pass_documents(module, patch)
     patch.depends_on(module.upstream.name, method)
+
+
+def _add_mixer(patch: PatchConfig, function: str) -> None:
+    """Add a mixer's function with kernels, and what it and the mixer call, to the generated module."""
+    add_imports(patch, _CALLS, "mixer_by_document")
+    add_imports(patch, "opslot.ops.causal_conv1d.calls", "mixer_conv")
+    if function not in patch.helpers:
+        patch.add_helper(function)
 
 
 def _with_kernels(module: ModuleView, method: str, limit: str) -> str:
@@ -392,7 +295,6 @@ def _with_kernels(module: ModuleView, method: str, limit: str) -> str:
     return _MIXER_WITH_KERNELS.format(
         parameters=", ".join(argument.arg for argument in definition.args.args),
         method=_MIXER,
-        convolved=_CONVOLVED.format(x=x),
         x=x,
         transposed=".transpose(1, 2)" if ".transpose(1, 2)" in ast.unparse(convolved.value) else "",
         limit=limit,
@@ -419,12 +321,12 @@ def _write_slow_mixer(module: ModuleView, name: str, patch: PatchConfig) -> None
         patch.take_keywords(forward)
     bound, documents = f"self.{_PER_CHANNEL.attribute}", "cu_seqlens_in(kwargs)"
     arguments = "hidden_states, cache_params, attention_mask"
-    mixer = f"_opslot_mamba1(self, {arguments}, {documents})"
+    functions = f"self.{_SLOW_MIXER}, _opslot_mamba1_with_kernels"
+    mixer = f"mixer_by_document(self, {bound}, {functions}, {arguments}, {documents})"
     patch.replace(forward, f"self.{_SLOW_MIXER}({arguments})", mixer, slot=_PER_CHANNEL)
     fast = f"if {bound} is None and {documents} is None:\n    $match"
     patch.replace(forward, f"return self.cuda_kernels_forward({arguments})", fast)
-    helper = _MIXER_HELPER.format(name="mamba1", method=_SLOW_MIXER, slot=_PER_CHANNEL.attribute)
-    add_helpers(patch, helper, _slow_mixer_with_kernels(module, method))
+    _add_mixer(patch, _slow_mixer_with_kernels(module, method))
     pass_documents_to(module, patch, name)
     pass_documents(module, patch)
     patch.depends_on(module.upstream.name, method)
@@ -453,7 +355,6 @@ def _slow_mixer_with_kernels(module: ModuleView, method: str) -> str:
         parameters=", ".join(argument.arg for argument in definition.args.args),
         method=_SLOW_MIXER,
         projections=_text(body[:starts]),
-        convolved=_CONVOLVED.format(x="hidden_states"),
         filled=_text([s for s in pads[0] if "self.conv1d(" not in ast.unparse(s)], " " * 8),
         parts=_text(steps),
         step=ast.unparse(activated.targets[0]),
@@ -478,15 +379,15 @@ class LightningAttention:
 
 def _write_lightning(forward: str, patch: PatchConfig) -> None:
     bound, documents = f"self.{_SLOT.attribute}", "cu_seqlens_in(kwargs)"
-    alone = f"_opslot_lightning_by_document(self, hidden_states, {documents})"
+    alone = f"lightning_by_document(self, hidden_states, {documents})"
     patch.insert_before(
         forward, _LIGHTNING_START, f"if {bound} is None and {documents} is not None:\n    return {alone}, None"
     )
     patch.replace(forward, _LIGHTNING_BLOCKS, f"range(num_blocks if {bound} is None else 0)", slot=_SLOT)
     given = f"self.slope_rate, query_states, key_states, value_states, past_key_values is not None, {documents}"
-    call = f"attn_output, attn_weights_inter = _opslot_lightning_attention({bound}, {given})"
+    call = f"attn_output, attn_weights_inter = lightning_attention({bound}, {given})"
     patch.replace(forward, _LIGHTNING_OUTPUT, f"if attn_output:\n    $match\nelse:\n    {call}")
-    add_helpers(patch, _LIGHTNING_HELPERS)
+    add_imports(patch, _CALLS, "lightning_attention", "lightning_by_document")
 
 
 FORMS = (Scans(), LightningAttention())

@@ -5,7 +5,12 @@ The slot sits outside the decorator `use_experts_implementation`, which dispatch
 
 from __future__ import annotations
 
-from opslot.patchgen.forms import CalledMethodForms, MethodForms, Reviewed
+from collections.abc import Iterator
+from dataclasses import dataclass
+from textwrap import indent
+
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
 
 _SUM = "the sum over the selected experts of weight * down(act(gate) * up)"
 _BY_GATE = "the same with its gate in `_apply_gate`"
@@ -130,32 +135,66 @@ _WHOLE_METHODS = MethodForms(
     depends=("transformers.integrations.moe:use_experts_implementation",),
 )
 
-FORMS = (
-    CalledMethodForms(
-        op="moe_experts",
-        parameters=_PARAMETERS,
-        rows=(
-            Reviewed(
-                "4558ac653784",
-                "transposed",
-                "down(act(gate) * up) of each expert on its part of the rows",
-                "llama4",
-                args=f"{_ARGS.format(*_PARAMETERS)}, self.act_fn",
-            ),
-            Reviewed(
-                "5632453c85b1",
-                "split",
-                "down(act(gate) * up) with one expert's weights",
-                "dbrx",
-                args=(
-                    "hidden_states, self.w1.unflatten(0, (-1, self.ffn_hidden_size)),"
-                    " self.v1.unflatten(0, (-1, self.ffn_hidden_size)),"
-                    " self.w2.unflatten(0, (-1, self.ffn_hidden_size)),"
-                    " top_k_index, top_k_weights, self.activation_fn"
-                ),
-            ),
+# Experts whose arguments a kernel cannot take, as reviewed callers call them.
+_CALLED = (
+    Reviewed(
+        "4558ac653784",
+        "transposed",
+        "down(act(gate) * up) of each expert on its part of the rows",
+        "llama4",
+        args=f"{_ARGS.format(*_PARAMETERS)}, self.act_fn",
+    ),
+    Reviewed(
+        "5632453c85b1",
+        "split",
+        "down(act(gate) * up) with one expert's weights",
+        "dbrx",
+        args=(
+            "hidden_states, self.w1.unflatten(0, (-1, self.ffn_hidden_size)),"
+            " self.v1.unflatten(0, (-1, self.ffn_hidden_size)),"
+            " self.w2.unflatten(0, (-1, self.ffn_hidden_size)),"
+            " top_k_index, top_k_weights, self.activation_fn"
         ),
-        callers={"9e8b75a13d3e": _LLAMA4, "beccf0e1eeb0": _DBRX, "dbc772826d4c": _DBRX},
-        otherwise=_WHOLE_METHODS,
     ),
 )
+# By fingerprint of a caller's `forward`: the attribute that holds the experts, the statements that are replaced, and
+# what runs instead while a kernel is bound.
+_CALLERS = {"9e8b75a13d3e": _LLAMA4, "beccf0e1eeb0": _DBRX, "dbc772826d4c": _DBRX}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Classes whose `forward` is the op, and pairs of a class of `_CALLED` and its caller.
+
+    Of a pair, the slot is on the class that owns the weights, outside its `forward`. While a kernel is bound, the
+    caller passes `_PARAMETERS` instead.
+    """
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        rows = {row.hash: row for row in _CALLED}
+        owners = {name: rows[h] for name, f in module.methods() if (h := module.fingerprint(f)) in rows}
+        callers = [(f, _CALLERS[h]) for _, f in module.methods() if (h := module.fingerprint(f)) in _CALLERS]
+        found = set()
+        # One class of each kind; with more, it is unknown which belong together.
+        if len(owners) == len(callers) == 1:
+            ((owner, row),), ((caller, call),) = owners.items(), callers
+            found = {owner, caller.partition(".")[0]}
+            yield _called(owner, row, caller, *call)
+        yield from (f for f in _WHOLE_METHODS.find(module) if not (isinstance(f, Skip) and f.symbol in found))
+
+
+def _called(owner: str, row: Reviewed, caller: str, attribute: str, pattern: str, instead: str) -> Match:
+    slot, forward = Slot(_WHOLE_METHODS.op, row.variant), f"{owner}.forward"
+
+    def write(patch: PatchConfig) -> None:
+        patch.slot_method(
+            forward, slot, args=row.args, expects=row.hash, outside_decorators=True, parameters=_PARAMETERS
+        )
+        patch.add_import("opslot.ops.moe_experts.calls", ["has_kernel"])
+        instead_indented = indent(instead.strip(), "    ")
+        patch.replace(caller, pattern, f"if has_kernel(self.{attribute}):\n{instead_indented}\nelse:\n    $match")
+
+    return Match(owner, slot.op, row.variant, write)
+
+
+FORMS = (Experts(),)

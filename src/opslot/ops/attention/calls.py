@@ -1,9 +1,11 @@
-"""Lets attention bound to a tower get cu_seqlens, which towers pass only to FlashAttention of Transformers."""
+"""What generated modules call for their attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from opslot.slots.protocol import is_own_attention
 
 # In the name of an implementation that gets cu_seqlens. A name with "flash" would too, but Transformers constructs no
 # model from a config with such a name unless it can load that FlashAttention.
@@ -11,10 +13,18 @@ CU_SEQLENS = "_cu_seqlens"
 
 
 def or_bound_with_cu_seqlens(is_flash_attention_requested: Callable[..., bool]) -> Callable[..., bool]:
-    """Transformers' function for a generated module, where it is also true for a bound kernel that takes cu_seqlens."""
+    """Transformers' function for a generated module, also true for a bound kernel that takes cu_seqlens.
+
+    Towers pass cu_seqlens only to FlashAttention of Transformers.
+    """
 
     def requested(config: Any = None, *args: Any, **kwargs: Any) -> bool:
         name = getattr(config, "_attn_implementation", None)
         return (name is not None and CU_SEQLENS in name) or is_flash_attention_requested(config, *args, **kwargs)
 
     return requested
+
+
+def cross_attention_argument(config: Any, is_cross: bool) -> dict[str, bool]:
+    """The argument that marks a call of opslot's kernels as cross attention, whose keys have their own padding."""
+    return {"cross_attention": True} if is_cross and is_own_attention(config._attn_implementation) else {}
