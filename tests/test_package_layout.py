@@ -7,53 +7,6 @@ import textwrap
 
 import pytest
 
-
-def run(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-
-
-IMPORT = """
-    import sys, json
-    import transformers.models.qwen3.modeling_qwen3 as upstream
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    def state():
-        values = {name: id(value) for name, value in vars(upstream).items()}
-        return values, list(ALL_ATTENTION_FUNCTIONS), list(map(id, sys.meta_path))
-
-    before, loaded = state(), set(sys.modules)
-    import opslot
-    found = {"unchanged": state() == before, "modules": sorted(set(sys.modules) - loaded)}
-
-    from opslot import KERNEL_REGISTRY, OpsImplementationConfig
-    from opslot._base.device import CPU
-    from opslot.slots import KernelRequest
-    OpsImplementationConfig()
-    for spec in KERNEL_REGISTRY.specs():
-        spec.unsupported(KernelRequest(spec.op_name, spec.variant, CPU))
-    vendors = {"triton", "liger_kernel", "quack", "fla", "mamba_ssm", "flash_attn", "kernels", "torch_npu"}
-    found["vendors"] = sorted(vendors & (set(sys.modules) - loaded))
-    print(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def imported():
-    """What importing opslot and listing its kernels changes in a new process."""
-    done = run(IMPORT)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_import_loads_no_other_package_and_does_not_change_transformers(imported):
-    assert imported["unchanged"]
-    assert all(m == "opslot" or m.startswith("opslot.") for m in imported["modules"]), imported["modules"]
-
-
-def test_listing_kernels_imports_no_vendor(imported):
-    assert imported["vendors"] == []
-
-
 NEW_OP = {
     "op.py": """
         import torch
@@ -112,6 +65,16 @@ NEW_FORM = {
 }
 USE = """
     import importlib.util, json, sys
+    import transformers.models.qwen3.modeling_qwen3 as upstream
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def state():
+        values = {name: id(value) for name, value in vars(upstream).items()}
+        return values, list(ALL_ATTENTION_FUNCTIONS), list(map(id, sys.meta_path))
+
+    before, loaded = state(), set(sys.modules)
+    import opslot
+    found = {"unchanged": state() == before, "modules": sorted(set(sys.modules) - loaded)}
 
     def add(package, folder):
         spec = importlib.util.find_spec(package)
@@ -122,12 +85,22 @@ USE = """
     ops, ops_module = add("opslot.ops", FOLDER + "/ops")
     models, models_module = add("opslot.models", FOLDER + "/models")
     ops.loader.exec_module(ops_module)
+
+    from opslot import KERNEL_REGISTRY, OpsImplementationConfig
+    from opslot._base.device import CPU
+    from opslot.slots import KernelRequest
+    OpsImplementationConfig()
+    for spec in KERNEL_REGISTRY.specs():
+        spec.unsupported(KernelRequest(spec.op_name, spec.variant, CPU))
+    vendors = {"triton", "liger_kernel", "quack", "fla", "mamba_ssm", "flash_attn", "kernels", "torch_npu"}
+    found["vendors"] = sorted(vendors & (set(sys.modules) - loaded))
+
     models.loader.exec_module(models_module)
-    from opslot import KERNEL_REGISTRY, OpsImplementationConfig, verify_kernels
     assert OpsImplementationConfig(halve_implementation="quick").halve_implementation == "quick"
+    from opslot import verify_kernels
     from opslot.cli.kernels import kernel_rows
     rows = [(r["name"], r["usable"]) for r in kernel_rows("halve")]
-    found = {"op": [rows, all(r.ok for r in verify_kernels("halve"))]}
+    found["op"] = [rows, all(r.ok for r in verify_kernels("halve"))]
 
     from transformers import MistralConfig
     model = models_module.build_foundation_model(MistralConfig(
@@ -147,15 +120,26 @@ USE = """
 
 @pytest.fixture(scope="module")
 def added(tmp_path_factory):
-    """What a process finds in which an op, an architecture and a form are added, each as one folder."""
+    """What importing opslot and listing its kernels changes in a new process, and what it finds where an op, an
+    architecture and a form are added, each as one folder."""
     root = tmp_path_factory.mktemp("added")
     for name, files in {"ops/halve": NEW_OP, "models/mistral": NEW_ARCHITECTURE, "ops/gelu_mlp": NEW_FORM}.items():
         (root / name).mkdir(parents=True)
         for file, text in files.items():
             (root / name / file).write_text(textwrap.dedent(text))
-    done = run(textwrap.dedent(USE).replace("FOLDER", repr(str(root))))
+    script = textwrap.dedent(USE).replace("FOLDER", repr(str(root)))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_import_loads_no_other_package_and_does_not_change_transformers(added):
+    assert added["unchanged"]
+    assert all(m == "opslot" or m.startswith("opslot.") for m in added["modules"]), added["modules"]
+
+
+def test_listing_kernels_imports_no_vendor(added):
+    assert added["vendors"] == []
 
 
 def test_new_op_is_one_folder(added):

@@ -1,15 +1,22 @@
-"""The source of a module class, for properties that only its code shows."""
+"""The source of functions and classes, for properties that only their code shows."""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
+from functools import lru_cache
 from typing import Any
 
 
-def forward_source(cls: Any) -> str:
-    """The source of a class's forward, without indentation; "" where there is none, as for code typed in a prompt."""
+@lru_cache(maxsize=256)
+def source_of(definition: Any) -> str:
+    """The source of a function or class, without indentation; "" where there is none, as for code typed in a prompt."""
     try:
-        return textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
+        return textwrap.dedent(inspect.getsource(definition))
     except (OSError, TypeError):
         return ""
+
+
+def forward_source(cls: Any) -> str:
+    """The source of a class's forward; "" where there is none."""
+    return source_of(inspect.unwrap(cls.forward))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from opslot._base.errors import ConfigError, DataError
+from opslot._base.source import source_of
 from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
@@ -297,7 +298,7 @@ class MultimodalEncoder(ChatEncoder):
         """Whether the model computes features only of the frames of audio that are not padding."""
         modules = self.positions.model.modules()
         classes = {type(module) for module in modules if hasattr(module, "get_audio_features")}
-        return any("[feature_attention_mask.bool()]" in inspect.getsource(c.get_audio_features) for c in classes)
+        return any("[feature_attention_mask.bool()]" in source_of(c.get_audio_features) for c in classes)
 
     def _load(self, description: dict[str, Any]) -> tuple[dict[str, list[Any]], list[int | None]]:
         """Images, videos and audio of a sample; and for each audio, the number of the video that it is the track of."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from opslot._base.source import source_of
 from opslot.data.media import Video
 
 
@@ -95,7 +95,7 @@ def audio_without_tokens(extractor: Any, audio: Sequence[Any], token: str, text:
 def source_has(processor: type, name: str) -> bool:
     """Whether Transformers' code of a processor has a name."""
     theirs = (cls for cls in processor.__mro__ if cls.__module__.startswith("transformers"))
-    return any(name in inspect.getsource(cls) for cls in theirs)
+    return any(name in source_of(cls) for cls in theirs)
 
 
 def _of_videos(videos: Sequence[Video]) -> dict[str, Any]:

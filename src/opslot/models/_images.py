@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot._base.source import forward_source
+from opslot._base.source import forward_source, source_of
 from opslot.models._probe import Inputs, Probe, find_once
 
 Size = tuple[int, int, int]
@@ -54,7 +54,6 @@ class _Reader:
     """What a method that computes features takes."""
 
     def __init__(self, holder: Any, method: str) -> None:
-        function = inspect.unwrap(getattr(type(holder), method))
         self.holder = holder
         self.method = method
         self.parameters = {
@@ -62,7 +61,7 @@ class _Reader:
             for name, p in inspect.signature(getattr(type(holder), method)).parameters.items()
             if p.kind is not p.VAR_KEYWORD and name != "self"
         }
-        self.source = inspect.getsource(function)
+        self.source = source_of(getattr(type(holder), method))
         self.pixels = next(name for name in self.parameters if name.startswith("pixel_values"))
         self.kind = "video" if method == "get_video_features" else "image"
         configs = (getattr(holder.config, name, None) for name in _CONFIGS)
