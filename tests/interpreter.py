@@ -19,6 +19,8 @@ def speed_up() -> None:
     - It repeats integer arithmetic to detect overflow, and ignores the result unless in debug mode.
     - It computes the attributes of a type and of a tensor's shape at every operation, and broadcasts operands of equal
       shapes.
+    - It converts sign, exponent and significand of bfloat16 numbers to those of float32 and back one by one, and
+      subnormal ones wrongly; they differ in the last 16 bits alone.
     - It derives the type of a result from those of the operands, also where both are equal or one is a Python number.
     """
     if importlib.util.find_spec("triton") is None:
@@ -35,6 +37,7 @@ def speed_up() -> None:
     _broadcast_quickly(interpreter)
     _keep_equal_types(interpreter)
     _unwrap_quickly(interpreter.tl)
+    interpreter._convert_float = _of_bfloat16(interpreter)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -230,3 +233,19 @@ def _unwrap_quickly(tl: ModuleType) -> None:
         return value
 
     tl.core._unwrap_if_constexpr = unwrapped
+
+
+def _of_bfloat16(interpreter: ModuleType) -> Any:
+    """The conversion of floats, by shifts between bfloat16 and float32, whose exponents are the same."""
+    import numpy as np
+
+    convert = interpreter._convert_float
+
+    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source.name, target.name) == ("bf16", "fp32"):
+            return np.left_shift(values.view(np.uint16), 16, dtype=np.uint32)
+        if (source.name, target.name, rounding) == ("fp32", "bf16", None):
+            return (values.view(np.uint32) >> 16).astype(np.uint16)
+        return convert(values, source, target, rounding)
+
+    return converted
