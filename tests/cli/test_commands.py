@@ -7,6 +7,7 @@ import pytest
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot.bench.run import read_model
 from opslot.cli import main
+from opslot.verify import CHECKS
 from tests.multimodal import write_model
 
 
@@ -173,6 +174,12 @@ def test_output_to_a_closed_pipe_is_not_an_error(monkeypatch):
 def test_no_command_prints_the_commands(capsys):
     assert main([]) == 2
     assert "opslot discover mistral" in capsys.readouterr().err
+
+
+def test_help_of_discover_lists_the_checks(capsys):
+    with pytest.raises(SystemExit):
+        main(["discover", "--help"])
+    assert ", ".join(CHECKS) in " ".join(capsys.readouterr().out.split())
 
 
 def test_unknown_command_exits_2():

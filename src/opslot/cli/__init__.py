@@ -236,7 +236,7 @@ def _add_discover(add: _Add) -> None:
         "--checks",
         type=names,
         metavar="NAMES",
-        help="only these checks (separated by commas): eager, auto, packed, fsdp, sp, ep, checkpoint",
+        help="only these checks (separated by commas): eager, auto, packed, frozen, fsdp, sp, ep, checkpoint",
     )
     discover.add_argument("-o", "--output", metavar="FILE", help="write the equivalent patch file")
     discover.add_argument("--json", action="store_true", help="print JSON")
