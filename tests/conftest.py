@@ -129,8 +129,8 @@ def forks() -> Iterator:
 
 @pytest.fixture(scope="session")
 def ranks(forks) -> Iterator:
-    """Four processes that run functions of a test as ranks; two of them unless the test asks for more."""
-    pool = _module("distributed/ranks.py").Ranks(4, forks)
+    """Processes that run functions of a test as ranks; two of them unless the test asks for more."""
+    pool = _module("distributed/ranks.py").Ranks(forks)
     yield pool
     pool.close()
 

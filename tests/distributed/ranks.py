@@ -1,6 +1,6 @@
 """Rank processes: started once, they run functions of the tests, each in a new gloo group.
 
-`Ranks(4, forks).run(function, *arguments)` returns what `function` returned on each of two ranks, or raises the first
+`Ranks(forks).run(function, *arguments)` returns what `function` returned on each of two ranks, or raises the first
 error.
 As a script it is one rank.
 """
@@ -34,22 +34,30 @@ class RankFailed(Exception):
 
 
 class Ranks:
-    def __init__(self, size: int, forks: Any) -> None:
-        self.size = size
-        listener = Listener(("127.0.0.1", 0))
-        listener._listener._socket.settimeout(_START_TIMEOUT)
-        address = f"127.0.0.1:{listener.address[1]}"
-        key = os.urandom(16)
-        listener._authkey = key
-        self._processes = [_start(forks, address, key.hex(), str(rank)) for rank in range(size)]
-        connections = [listener.accept() for _ in range(size)]
-        self._connections: dict[int, Connection] = {c.recv(): c for c in connections}
-        listener.close()
+    """The processes of a test session, each started when a test first needs so many."""
+
+    def __init__(self, forks: Any) -> None:
+        self._forks = forks
+        self._processes: list[Any] = []
+        self._connections: dict[int, Connection] = {}
+
+    def _start_up_to(self, world: int) -> None:
+        ranks = range(len(self._processes), world)
+        with Listener(("127.0.0.1", 0)) as listener:
+            listener._listener._socket.settimeout(_START_TIMEOUT)
+            address = f"127.0.0.1:{listener.address[1]}"
+            key = os.urandom(16)
+            listener._authkey = key
+            self._processes += [_start(self._forks, address, key.hex(), str(rank)) for rank in ranks]
+            connections = [listener.accept() for _ in ranks]
+        self._connections |= {c.recv(): c for c in connections}
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, world: int = 2, timeout: float = _RUN_TIMEOUT
     ) -> list[Any]:
         """Call `function(*arguments)` on each rank; processes beyond `world` stay idle."""
+        if world > len(self._processes):
+            self._start_up_to(world)
         port = free_port()
         for rank in range(world):
             task = (function.__code__.co_filename, function.__name__, arguments, world, port)

@@ -13,3 +13,8 @@ def decoder_in(holder: Any) -> Any:
     found = holder.get_decoder()
     inner = getattr(holder, "model", None)
     return inner if found is holder and hasattr(inner, "get_decoder") else found
+
+
+def reader_in(holder: Any) -> Any:
+    """The module that reads the features: the text encoder of an encoder-decoder, else the language model."""
+    return holder.get_encoder() if getattr(holder.config, "is_encoder_decoder", False) else decoder_in(holder)

@@ -27,7 +27,7 @@ from opslot.models._audio import METHOD as AUDIO_METHOD
 from opslot.models._audio import AudioInputs
 from opslot.models._by_document import remove_forward_pre_hooks
 from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers, transformers_model
-from opslot.models._decoder import decoder_in
+from opslot.models._decoder import decoder_in, reader_in
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
 from opslot.models._shared_images import INTERNAL_STATES, can_share_images, pooled_features, share_images
@@ -66,9 +66,7 @@ class Towers:
             setattr(holder, name, partial(towers.run, name))
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
-        config = holder.config
-        reader = holder.get_encoder() if getattr(config, "is_encoder_decoder", False) else decoder_in(holder)
-        reader.register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+        reader_in(holder).register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
 
 
 def alias_outputs(model: nn.Module) -> None:

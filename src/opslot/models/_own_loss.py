@@ -93,7 +93,6 @@ def _class_with_loss(model: Any) -> Any:
     return next((cls for cls in classes if not cls.__name__.startswith("FSDP")), None)
 
 
-@functools.cache
 def _calls_loss_function(cls: Any) -> bool:
     return "self.loss_function" in forward_source(cls)
 

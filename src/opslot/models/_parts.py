@@ -33,7 +33,7 @@ def parts_of(model: Any) -> dict[str, list[str]]:
         kind = given.get(type(getattr(module, "config", None)))
         if kind and name and not any(name.startswith(f"{outer}.") for outer in encoders):
             encoders[name] = kind
-    own = [language_model_of(model), trained_model(model).get_output_embeddings()]
+    own = [_language_model(model), trained_model(model).get_output_embeddings()]
     text = [name for name, module in model.named_modules() if any(module is part for part in own)]
     found: dict[str, list[str]] = {part: [] for part in PARTS}
     for name, _ in model.named_parameters():
@@ -86,7 +86,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
         raise ConfigError(f"train.freeze={patterns} freezes every parameter", hint="remove a part from it")
 
 
-def language_model_of(model: Any) -> Any:
+def _language_model(model: Any) -> Any:
     """The module of the language model, without its output layer."""
     for name in ("language_model", "text_model"):
         found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.source import forward_source
-from opslot.models._decoder import decoder_in
+from opslot.models._decoder import reader_in
 from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.models._modalities import feature_module
 
@@ -63,8 +63,7 @@ class PlaceholderCheck:
         holder = feature_module(model)
         if holder is None:
             return None
-        encodes = getattr(holder.config, "is_encoder_decoder", False)
-        reader = holder.get_encoder() if encodes else decoder_in(holder)
+        reader = reader_in(holder)
         reader.register_forward_pre_hook(_stop)
         own = {*reader.modules()}
         for stack in (m for m in model.modules() if isinstance(m, nn.ModuleList) and m not in own):

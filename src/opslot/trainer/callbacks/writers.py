@@ -22,10 +22,9 @@ SAMPLES_FILE = "samples.jsonl"
 RUN_ID_FILE = "wandb_run_id"
 
 
-def read_metrics(output_dir: Path, last_step: float = math.inf) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl up to `last_step`."""
-    records = read_lines(output_dir / METRICS_FILE, last_step)
-    return [record for record in records if type(record.get("loss")) in (int, float)]
+def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """Records of metrics.jsonl."""
+    return [record for record in read_lines(output_dir / METRICS_FILE) if type(record.get("loss")) in (int, float)]
 
 
 def read_lines(path: Path, last_step: float = math.inf) -> list[dict[str, Any]]:
