@@ -151,6 +151,13 @@ def test_invalid_dtype_raises(model, dtype):
         bind(model, dtype=dtype)
 
 
+def test_dtype_is_that_of_most_elements(model):
+    # As the decay of a recurrence, which comes before its projections.
+    model[0].decay = nn.Parameter(torch.ones(2))
+    model[0].projection = nn.Linear(4, 4, dtype=torch.bfloat16)
+    assert str(bind(model)).startswith("kernels on CPU, bfloat16")
+
+
 @pytest.mark.parametrize("device", ["gpu0", "cuda:99", 2.5])
 def test_invalid_device_raises(model, device):
     with pytest.raises(ConfigError, match=r"device .*\n  hint: use cpu"):

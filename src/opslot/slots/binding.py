@@ -8,6 +8,7 @@ parallelized keeps its wrappers when it is bound again, moves to another device 
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -391,7 +392,12 @@ def _placement(
 
 
 def _dtype_of(module: Any) -> torch.dtype | None:
-    return next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), None)
+    """The dtype of most elements of the parameters: a recurrence in bfloat16 may keep its decay in float32."""
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.dtype.is_floating_point:
+            elements[parameter.dtype] += parameter.numel()
+    return max(elements, key=elements.__getitem__, default=None)
 
 
 def _by_text(problems: list[_Problem]) -> list[str]:

@@ -10,6 +10,7 @@ from opslot._base.errors import KernelError
 from opslot.ops.attention import head_sizes
 from opslot.ops.attention.flash import make_flash
 from opslot.ops.attention.head_sizes import resize_heads
+from opslot.ops.attention.widths import padded_widths
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -142,3 +143,9 @@ def test_flash_attention_4_with_padded_heads_on_a_gpu(width):
     wanted = torch.autograd.grad(expected, leaves, dout.double())
     for got, want in zip((out, *found), (expected, *wanted), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2**-5, atol=2**-6)
+
+
+def test_grouped_heads_have_one_size_in_flash_attention_4():
+    assert padded_widths(4, 192, 128) == (192, 128)
+    assert padded_widths(4, 192, 128, grouped=True) == (192, 192)
+    assert padded_widths(4, 96, 128, grouped=True) == (128, 128)

@@ -79,6 +79,7 @@ CASES = {
         _case("sinks", (1, 4, 2, 40, 32), sinks=True),
         _case("documents, sinks, sliding window", (1, 4, 2, 50, 32), [7, 1, 30, 12], sinks=True, sliding_window=9),
         _case("unequal head sizes (MLA)", (1, 4, 4, 40, 48), value_width=32),
+        _case("unequal head sizes, grouped heads, sinks", (1, 4, 2, 40, 192), value_width=128, sinks=True),
         _case("padded head size", (1, 4, 2, 40, 40)),
         _case("2 x 8192, 32/8 heads, D=128", (2, 32, 8, 8192, 128), role="bench"),
         _case("16 x 1024, 32/8 heads, D=128", (16, 32, 8, 1024, 128), role="bench"),

@@ -98,7 +98,7 @@ def _options(
 
 def _pad_heads(version: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Pad the head sizes with zeros to those that the library computes; the output is cut afterwards."""
-    padded = padded_widths(version, q.shape[-1], v.shape[-1])
+    padded = padded_widths(version, q.shape[-1], v.shape[-1], grouped=q.shape[-2] != k.shape[-2])
     if padded is None:
         raise KernelError(
             f"attn_implementation='flash_attention_{version}' supports head sizes up to 256, query has "

@@ -8,9 +8,14 @@ _FLASH_4 = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _LIMIT = 256
 
 
-def padded_widths(version: int, width: int, value_width: int) -> tuple[int, int] | None:
-    """The head sizes that FlashAttention `version` computes with, or None if there are none that wide."""
+def padded_widths(version: int, width: int, value_width: int, *, grouped: bool = False) -> tuple[int, int] | None:
+    """The head sizes that FlashAttention `version` computes with, or None if there are none that wide.
+
+    Args:
+        grouped: several query heads share a key/value head; version 4's backward then takes one size for both.
+    """
     if version == 4:
-        return next(((q, v) for q, v in _FLASH_4 if width <= q and value_width <= v), None)
+        sizes = (size for size in _FLASH_4 if not grouped or size[0] == size[1])
+        return next(((q, v) for q, v in sizes if width <= q and value_width <= v), None)
     widest = max(width, value_width)
     return (widest, widest) if widest <= _LIMIT else None
