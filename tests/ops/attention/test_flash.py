@@ -189,7 +189,7 @@ def test_flash_fp32_raises(flash):
 
 
 @pytest.mark.parametrize(
-    ("width", "value_width", "padded"), [(40, 40, 64), (72, 72, 96), (112, 112, 128), (48, 32, 64), (192, 128, 192)]
+    ("width", "value_width", "padded"), [(40, 40, 64), (72, 72, 96), (112, 112, 128), (48, 32, 64), (192, 128, 256)]
 )
 def test_flash_pads_head_sizes(flash, width, value_width, padded):
     """To those that FlashAttention 4 computes correctly, with the scale of the original size."""

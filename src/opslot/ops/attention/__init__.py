@@ -24,8 +24,9 @@ def _head_dim_from_16(request: KernelRequest) -> str | None:
 
 def _head_dims_of_flash_4(request: KernelRequest) -> str | None:
     limit = 256 if request.device.capability == (9, 0) else 128
-    for width, value_width in sorted(options_of(request).widths):
-        padded = padded_widths(4, width, value_width)
+    options = options_of(request)
+    for width, value_width in sorted(options.widths):
+        padded = padded_widths(4, width, value_width, grouped=options.grouped)
         if padded is None or max(padded) > limit:
             return f"supports head_dim up to {limit} on {request.device}, this model has {max(width, value_width)}"
     return None
@@ -87,14 +88,15 @@ def _all_of(*checks: Supports) -> Supports:
 
 
 def _triton_priority(request: KernelRequest) -> int:
-    """Above FlashAttention 4 for head size 256, and above cuDNN where that takes FlashAttention 2, for windows.
+    """Above FlashAttention 4 for head size 256, or padded to it, and above cuDNN where that takes FlashAttention 2, for
+    windows.
 
     On other GPUs, where its tiles are not tuned, below SDPA, which does not serve sinks and softcap.
     """
     if request.device.capability != H200:
         return 30
     options = options_of(request)
-    if max((max(widths) for widths in options.widths), default=0) > 192:
+    if max((max(widths) for widths in options.widths), default=0) > (128 if options.grouped else 192):
         return 85
     return 75 if options.windows or getattr(request.config, "sliding_window", None) is not None else 60
 

@@ -15,6 +15,7 @@ class AttentionOptions(NamedTuple):
 
     Attributes:
         widths: head sizes of queries and keys, and of values, in any layer.
+        grouped: whether several query heads share a key/value head in any layer.
         windows: sliding windows, in tokens.
         chunk: size of chunked local attention, in tokens.
         softcap: cap of the scores.
@@ -23,6 +24,7 @@ class AttentionOptions(NamedTuple):
     """
 
     widths: frozenset[tuple[int, int]] = frozenset()
+    grouped: bool = False
     windows: frozenset[int] = frozenset()
     chunk: int | None = None
     softcap: float | None = None
@@ -42,14 +44,17 @@ def options_of(request: KernelRequest) -> AttentionOptions:
     """The options of the sub-model of `request`."""
     modules = [] if request.module is None else list(attention_modules(request.module))
     config = text_config(request)
+    sizes = head_sizes(request)
+    grouped = sizes is not None and sizes["heads"] != sizes["kv_heads"]
     dropout = getattr(config, "attention_dropout", 0.0)
-    found = AttentionOptions(chunk=getattr(config, "attention_chunk_size", None))
+    found = AttentionOptions(grouped=grouped, chunk=getattr(config, "attention_chunk_size", None))
     for module in modules:
         window, softcap, sinks = (option_value(module, name) for name in ("sliding_window", "softcap", "s_aux"))
         own = option_value(module, "dropout")
         own = getattr(own, "p", dropout if own is None else own)
         found = found._replace(
             widths=found.widths | {head_widths(module, text_config(request))},
+            grouped=found.grouped or getattr(module, "num_key_value_groups", 1) != 1,
             windows=found.windows | ({window} if window is not None else set()),
             softcap=softcap if softcap is not None else found.softcap,
             sinks=found.sinks or sinks is not None,
@@ -57,7 +62,6 @@ def options_of(request: KernelRequest) -> AttentionOptions:
         )
     if modules:
         return found
-    sizes = head_sizes(request)
     widths = {(sizes["head_dim"], sizes["head_dim"])} if sizes else set()
     return found._replace(widths=frozenset(widths), dropout=dropout or 0.0)
 
