@@ -7,7 +7,7 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from opslot._base.device import DeviceFacts
@@ -262,6 +262,8 @@ class KernelRegistry:
                 reason = f"usable, but {spec.unmeasured(request) or f'not measured faster than eager on {here}'}"
             rejected.append((spec.name, str(reason)))
         why = _why(best, here) if best is not None else f"no usable kernel was measured faster than eager on {here}"
+        if best is None and _is_faster_in_bfloat16(request, priorities, specs):
+            why += " in float32; for autocast in bfloat16, pass dtype=torch.bfloat16"
         return Resolution(request.op_name, request.variant, chosen, why, tuple(rejected), False)
 
     def _timing(self, request: KernelRequest, profile: Profile) -> Timing | None:
@@ -285,6 +287,18 @@ def usable_values(reasons: Mapping[str, str | None], wanted: str) -> str:
 def _device_label(device: DeviceFacts) -> str:
     """E.g. "sm_90" or "CPU"; priorities depend on no more of a device."""
     return f"sm_{device.capability[0]}{device.capability[1]}" if device.capability else device.type.upper()
+
+
+def _is_faster_in_bfloat16(
+    request: KernelRequest, priorities: Mapping[str, Priority | None], specs: Iterable[KernelSpec]
+) -> bool:
+    """Whether a kernel that is usable for a request in float32 on a GPU has a priority in bfloat16."""
+    import torch
+
+    if request.dtype != torch.float32 or request.device.type != "gpu":
+        return False
+    request = replace(request, dtype=torch.bfloat16)
+    return any(spec.priority_for(request) is not None for spec in specs if spec.name in priorities)
 
 
 def _why(best: Priority, here: str) -> str:

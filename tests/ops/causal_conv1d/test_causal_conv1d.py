@@ -35,7 +35,9 @@ def cumulative(documents, dtype=torch.int32):
 def test_auto_selects_the_measured_kernel_on_a_gpu(dtype, chosen):
     pytest.importorskip("triton")
     request = KernelRequest("causal_conv1d", "standard", DeviceFacts("gpu", (9, 0)), dtype)
-    assert KERNEL_REGISTRY.resolve(request).chosen == chosen
+    resolution = KERNEL_REGISTRY.resolve(request)
+    assert resolution.chosen == chosen
+    assert resolution.why.endswith("pass dtype=torch.bfloat16") is (dtype is torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

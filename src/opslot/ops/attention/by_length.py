@@ -36,7 +36,8 @@ def make_attention() -> Callable[..., Any]:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         longest = query.shape[2] if cu_seqlens is None else longest_document(cu_seqlens, kwargs.get("max_length_q"))
         widths = query.shape[-1], value.shape[-1]
-        short = SHORT if padded_widths(4, *widths, grouped=query.shape[1] != key.shape[1]) == widths else SHORT_IF_PADDED
+        grouped = query.shape[1] != key.shape[1]
+        short = SHORT if padded_widths(4, *widths, grouped=grouped) == widths else SHORT_IF_PADDED
         kernel = triton.attention if longest <= short else flash
         return kernel(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
