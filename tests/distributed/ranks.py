@@ -67,19 +67,26 @@ class Ranks:
             if not self._connections[rank].poll(timeout):
                 self.close()
                 raise RankFailed(f"rank {rank} did not answer within {timeout} s")
-            answers.append(self._connections[rank].recv())
+            try:
+                answers.append(self._connections[rank].recv())
+            except EOFError:
+                self.close()
+                raise RankFailed(f"rank {rank} ended, see its output") from None
         for rank, (error, _) in enumerate(answers):
             if error is not None:
                 raise RankFailed(f"rank {rank}:\n{error}")
         return [value for _, value in answers]
 
     def close(self) -> None:
+        """End the processes; the next test starts others."""
         for connection in self._connections.values():
             connection.close()
         for process in self._processes:
             process.kill()
             if isinstance(process, subprocess.Popen):
                 process.wait()
+        self._processes.clear()
+        self._connections.clear()
 
 
 def _start(forks: Any, *arguments: str) -> Any:
@@ -148,9 +155,8 @@ def _serve(connection: Connection, rank: int) -> None:
         with contextlib.suppress(Exception):
             destroy_parallel_state()
         if number % 5 == 0:
-            # Groups in reference cycles keep threads that poll. What is left stays, mostly what tests import.
+            # Groups in reference cycles keep threads that poll.
             gc.collect()
-            gc.freeze()
         connection.send((error, value))
 
 

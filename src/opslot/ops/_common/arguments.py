@@ -32,11 +32,15 @@ def require_floats(kernel: str, hint: str = "use eager", /, **tensors: Tensor | 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where it is on, as it casts the arguments of torch's matmuls and attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Autocast's dtype on the device of `x`; None where autocast is off, and on devices without, such as meta."""
+    device = x.device.type
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else None
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -44,10 +44,8 @@ def options_of(request: KernelRequest) -> AttentionOptions:
     """The options of the sub-model of `request`."""
     modules = [] if request.module is None else list(attention_modules(request.module))
     config = text_config(request)
-    sizes = head_sizes(request)
-    grouped = sizes is not None and sizes["heads"] != sizes["kv_heads"]
     dropout = getattr(config, "attention_dropout", 0.0)
-    found = AttentionOptions(grouped=grouped, chunk=getattr(config, "attention_chunk_size", None))
+    found = AttentionOptions(chunk=getattr(config, "attention_chunk_size", None))
     for module in modules:
         window, softcap, sinks = (option_value(module, name) for name in ("sliding_window", "softcap", "s_aux"))
         own = option_value(module, "dropout")
@@ -62,8 +60,11 @@ def options_of(request: KernelRequest) -> AttentionOptions:
         )
     if modules:
         return found
-    widths = {(sizes["head_dim"], sizes["head_dim"])} if sizes else set()
-    return found._replace(widths=frozenset(widths), dropout=dropout or 0.0)
+    sizes = head_sizes(request)
+    if sizes is not None:
+        widths = frozenset({(sizes["head_dim"], sizes["head_dim"])})
+        found = found._replace(widths=widths, grouped=sizes["heads"] != sizes["kv_heads"])
+    return found._replace(dropout=dropout or 0.0)
 
 
 def option_value(module: Any, name: str) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
+from opslot.ops._common.arguments import autocast_dtype
 from opslot.ops.moe_experts.contract import Experts
 
 Problem = tuple[str, str] | None
@@ -30,9 +31,8 @@ def prepare(
         KernelError: unsupported shapes, dtypes or devices, a dtype not in `dtypes`, a hidden or intermediate size that
             is not a multiple of `multiple`, or, if `contiguous`, weights that are not contiguous.
     """
-    device = hidden_states.device.type
-    if torch.is_autocast_enabled(device):
-        wanted = torch.get_autocast_dtype(device)
+    wanted = autocast_dtype(hidden_states)
+    if wanted is not None:
         hidden_states = hidden_states.to(wanted)
         cast: dict[str, Any] = {name: t.to(wanted) for name, t in experts._asdict().items() if isinstance(t, Tensor)}
         experts = experts._replace(**cast)
