@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from opslot._base.source import source_of
 from opslot.distributed.consensus import has_process_group
 
 _MOMENTUM = "_momentum_of_forward"
@@ -63,10 +63,7 @@ def average_statistics(model: nn.Module) -> None:
 
 def _evaluates(cls: Any) -> bool:
     """Whether the constructor of a class sets its instances to evaluation."""
-    try:
-        return "self.eval()" in inspect.getsource(cls.__init__)
-    except (OSError, TypeError):
-        return False
+    return "self.eval()" in source_of(cls.__init__)
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[_BatchNorm, nn.Module]]:

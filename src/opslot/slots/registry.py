@@ -237,13 +237,7 @@ class KernelRegistry:
             usable = {n: t for n, t in timing.ms.items() if n == "eager" or reasons.get(n, "gone") is None}
             if usable:
                 return _fastest(request, usable, timing, profile, reasons)
-        priorities: dict[str, Priority | None] = {}
-        for spec in specs:
-            if reasons[spec.name] is None:
-                try:
-                    priorities[spec.name] = spec.priority_for(request)
-                except Exception as error:
-                    reasons[spec.name] = f"its priority() raised {type(error).__name__}: {error}"
+        priorities = _priorities(request, specs, reasons)
         # Numbers measured on another GPU than this one come after those measured on this one.
         faster = [(p.measured_here, p.value, name) for name, p in priorities.items() if p is not None and p.value > 0]
         chosen = max(faster)[2] if faster else "eager"
@@ -262,7 +256,7 @@ class KernelRegistry:
                 reason = f"usable, but {spec.unmeasured(request) or f'not measured faster than eager on {here}'}"
             rejected.append((spec.name, str(reason)))
         why = _why(best, here) if best is not None else f"no usable kernel was measured faster than eager on {here}"
-        if best is None and _is_faster_in_bfloat16(request, priorities, specs):
+        if best is None and _is_faster_in_bfloat16(request, specs, reasons):
             why += " in float32; for autocast in bfloat16, pass dtype=torch.bfloat16"
         return Resolution(request.op_name, request.variant, chosen, why, tuple(rejected), False)
 
@@ -289,16 +283,30 @@ def _device_label(device: DeviceFacts) -> str:
     return f"sm_{device.capability[0]}{device.capability[1]}" if device.capability else device.type.upper()
 
 
+def _priorities(
+    request: KernelRequest, specs: Iterable[KernelSpec], reasons: dict[str, str | None]
+) -> dict[str, Priority | None]:
+    """By name, of the kernels without a reason against them; one whose priority() raises gets a reason."""
+    found: dict[str, Priority | None] = {}
+    for spec in specs:
+        if reasons[spec.name] is None:
+            try:
+                found[spec.name] = spec.priority_for(request)
+            except Exception as error:
+                reasons[spec.name] = f"its priority() raised {type(error).__name__}: {error}"
+    return found
+
+
 def _is_faster_in_bfloat16(
-    request: KernelRequest, priorities: Mapping[str, Priority | None], specs: Iterable[KernelSpec]
+    request: KernelRequest, specs: Iterable[KernelSpec], reasons: Mapping[str, str | None]
 ) -> bool:
     """Whether a kernel that is usable for a request in float32 on a GPU has a priority in bfloat16."""
     import torch
 
     if request.dtype != torch.float32 or request.device.type != "gpu":
         return False
-    request = replace(request, dtype=torch.bfloat16)
-    return any(spec.priority_for(request) is not None for spec in specs if spec.name in priorities)
+    priorities = _priorities(replace(request, dtype=torch.bfloat16), specs, dict(reasons))
+    return any(priority is not None for priority in priorities.values())
 
 
 def _why(best: Priority, here: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,10 +30,16 @@ def require_floats(kernel: str, hint: str = "use eager", /, **tensors: Tensor | 
             reject(kernel, name, unsupported_dtype(tensor.dtype), hint)
 
 
-def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where it is on, as it casts the arguments of torch's matmuls and attention."""
-    dtype = autocast_dtype(tensors[0])
-    return tensors if dtype is None else tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+def in_autocast_dtype(x: Tensor, *others: Any) -> tuple[Any, ...]:
+    """Tensors in autocast's dtype where it is on, as it casts the arguments of torch's matmuls and attention.
+
+    Args:
+        others: tensors, or None for arguments that were not given.
+    """
+    tensors, dtype = (x, *others), autocast_dtype(x)
+    if dtype is None:
+        return tensors
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

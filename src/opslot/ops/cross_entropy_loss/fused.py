@@ -84,8 +84,7 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor |
     device = hidden_states.device
     if device.type == "meta":
         _reject(name, "hidden_states", "it is on meta, where tensors have no data")
-    hidden_states, weight, *cast = in_autocast_dtype(hidden_states, weight, *([] if bias is None else [bias]))
-    bias = cast[0] if cast else None
+    hidden_states, weight, bias = in_autocast_dtype(hidden_states, weight, bias)
     if not hidden_states.dim():
         _reject(name, "hidden_states", "it is one number, not [..., H]")
     width = hidden_states.shape[-1]

@@ -18,8 +18,7 @@ def checked(kernel: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> 
     Raises:
         KernelError: unsupported shapes or dtypes.
     """
-    input, weight, *cast = in_autocast_dtype(input, weight, *([] if bias is None else [bias]))
-    bias = cast[0] if cast else None
+    input, weight, bias = in_autocast_dtype(input, weight, bias)
     require_floats(kernel, HINT, input=input)
     if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[1]:
         reject(kernel, "weight", f"shape {tuple(weight.shape)} beside input {tuple(input.shape)}", HINT)
