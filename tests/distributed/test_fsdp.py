@@ -14,6 +14,7 @@ from opslot._base.errors import ConfigError
 from opslot.distributed import (
     ParallelPlan,
     clip_grad_norm,
+    fsdp,
     gradient_sync,
     init_parallel_state,
     shard_model,
@@ -433,7 +434,13 @@ def test_model_plan_overrides_the_architecture_plan():
     assert parallel_plan(tiny.build("qwen3")) is None
 
 
-def test_mixed_precision_in_one_process_needs_a_group():
+def test_offload_in_one_process_needs_a_group():
+    with pytest.raises(ConfigError, match="group_of_one=True"):
+        shard_model(Stack(), layers=["Block"], cpu_offload=True)
+
+
+def test_mixed_precision_of_a_large_model_in_one_process_needs_a_group(monkeypatch):
+    monkeypatch.setattr(fsdp, "can_copy_parameters", lambda model, dtype, device: False)
     with pytest.raises(ConfigError, match="group_of_one=True"):
         shard_model(Stack(), layers=["Block"], param_dtype=torch.bfloat16)
 

@@ -24,6 +24,7 @@ from opslot._base.errors import ConfigError
 from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
 from opslot.distributed.dtensors import local_tensor
+from opslot.distributed.mixed_precision import can_copy_parameters, compute_with_copies
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -53,6 +54,9 @@ def shard_model(
     load: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
     """Shard `model` over the ranks, in placement. Slots keep their kernels: bind before or after.
+
+    In one process, a model computes with copies of its parameters in `param_dtype` instead, unless it is so large that
+    they do not fit easily beside them.
 
     Each layer is one parameter group. The experts that `plan` names are their own group, sharded on dim 1 over the
     ranks that hold the same experts. The root's group has the remaining parameters: it is unsharded during the model's
@@ -89,14 +93,21 @@ def shard_model(
             options that need several processes.
     """
     state = state or get_parallel_state()
-    dtype = param_dtype if state.mesh is not None else None
+    is_sharded = needs_fsdp(model, state, param_dtype, cpu_offload)
+    if is_sharded and state.mesh is None:
+        raise ConfigError(
+            "cpu_offload, and param_dtype of a model that is large for this device, need FSDP, which needs a process "
+            "group",
+            hint="call init_parallel_state(group_of_one=True) first, start with torchrun, or use torch.autocast",
+        )
+    dtype = param_dtype if is_sharded else None
     checkpoint_activations(model, activation_checkpointing, activation_offload, dtype)
     if compile:
         # Before FSDP, whose hooks stay outside of the graphs.
         for layer in _find_layers(model, layers):
             layer.compile()
     experts = plan.apply(model, state) if plan is not None else []
-    if state.mesh is not None:
+    if is_sharded:
         options = {
             "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=True),
             "offload_policy": CPUOffloadPolicy(pin_memory=state.device.type == "cuda")
@@ -110,19 +121,25 @@ def shard_model(
         _set_prefetch(model, groups, prefetch)
         reductions = use_copies(_shard_groups(model, state, expert_modules), state.device, copy_engine, add)
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
-    elif param_dtype is not None or cpu_offload:
-        raise ConfigError(
-            "param_dtype and cpu_offload need FSDP, which needs a process group",
-            hint="call init_parallel_state(group_of_one=True) first, start with torchrun, or use torch.autocast",
-        )
+    elif param_dtype is not None:
+        compute_with_copies(model, param_dtype)
     if load is not None:
         load(model)
     _check_memory(model)
-    if state.mesh is not None:
+    if is_sharded:
         _check_dtypes(model)
         if state.world_size == 1:
             _gather_once(model)
     return model
+
+
+def needs_fsdp(model: nn.Module, state: ParallelState, param_dtype: torch.dtype | None, cpu_offload: bool) -> bool:
+    """Whether `shard_model` uses FSDP: with several processes, and in one for what a copy of the parameters in
+    `param_dtype` does not do.
+    """
+    if state.world_size > 1 or cpu_offload:
+        return True
+    return param_dtype is not None and not can_copy_parameters(model, param_dtype, state.device)
 
 
 def _gather_once(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import ConfigError
+from opslot.distributed.mixed_precision import release_copies
 
 # Of what is offloaded, where it was: a model's device, and an optimizer's state tensors by parameter and key.
 _MODELS: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
@@ -25,6 +26,7 @@ def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     parameter = next(model.parameters(), None)
     if model not in _MODELS and parameter is not None:
         _MODELS[model] = parameter.device
+        release_copies(model)
         model.to("cpu")
     if optimizer is not None and optimizer not in _OPTIMIZERS:
         _OPTIMIZERS[optimizer] = {(p, key): value.device for p, key, value in _state_of(optimizer)}

@@ -140,7 +140,8 @@ def init_parallel_state(
         ep: ranks over which the experts are sharded, a part of dp_shard * sp.
         device_type: "cuda" or "cpu"; None uses a GPU if there is one.
         timeout: of collectives; None uses torch's default.
-        group_of_one: make a process group for a single process too, which FSDP's mixed precision and offloading need.
+        group_of_one: make a process group for a single process too, which FSDP needs; a process alone uses FSDP to
+            offload parameters, and for the mixed precision of large models.
 
     Returns:
         The state, which `get_parallel_state` returns from now on. Calling it again with the same sizes returns it too.

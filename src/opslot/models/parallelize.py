@@ -17,6 +17,8 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, shard_model
+from opslot.distributed.fsdp import needs_fsdp
+from opslot.distributed.mixed_precision import has_copies
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
 from opslot.models._conditional import add_zero_of_skipped_modules, transformers_model
 from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
@@ -69,7 +71,7 @@ def parallelize(
         ConfigError: heads or experts that sp or ep does not divide, experts that the architecture does not have or that
             the plan leaves out, an attention whose projections cannot overlap, a model that is parallelized already.
     """
-    if isinstance(model, FSDPModule):
+    if isinstance(model, FSDPModule) or has_copies(model):
         raise ConfigError(
             f"{class_name(model)} is parallelized already",
             hint="build it again to parallelize it differently, and call opslot.parallelize once",
@@ -81,7 +83,8 @@ def parallelize(
         )
     state = state or get_parallel_state()
     plan = plan or parallel_plan(model)
-    head = _separate_head(model) if state.mesh is not None else None
+    is_sharded = needs_fsdp(model, state, options.get("param_dtype"), options.get("cpu_offload", False))
+    head = _separate_head(model) if is_sharded else None
     if (bound := binding_of(model)) is not None:
         root, binding = bound
         mark_adapted_experts(root)
@@ -98,7 +101,7 @@ def parallelize(
             fuse_linear_adapters(root, binding.config)
             binding = with_expert_adapters(binding, root)
         binding = with_quantized_experts(binding, root)
-        if state.mesh is not None:
+        if is_sharded:
             binding = with_fsdp(binding)
         write(root, binding)
     elif state.sp > 1 or state.ep > 1:
@@ -118,12 +121,13 @@ def parallelize(
         add=_triton_sum("sum_parts", state.device),
         **options,
     )
-    keep_inputs_from_fsdp(model)
+    if is_sharded:
+        keep_inputs_from_fsdp(model)
     map_inputs_of_compiled_layers(model)
     if towers is not None:
         add_zero_of_skipped_modules(model)
         towers.run_on_every_rank(model)
-    if state.mesh is not None:
+    if is_sharded:
         alias_outputs(model)
     return model
 

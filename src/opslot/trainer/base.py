@@ -133,6 +133,7 @@ class BaseTrainer(ABC):
         )
         # All ranks seed alike until the weights exist; dropout differs by rank.
         seed_everything(config.train.seed + self.state.rank)
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.meter = StepMeter(self.model, config.train, self.device, self.state.world_size)
         self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
@@ -386,8 +387,8 @@ class BaseTrainer(ABC):
                 if total.requires_grad:
                     (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
             loss += cross_entropy.detach()
-        self.loss_scaler.unscale(self.model.parameters())
-        grad_norm = clip_grad_norm(self.model.parameters(), self.config.train.max_grad_norm or math.inf).item()
+        self.loss_scaler.unscale(self._trained)
+        grad_norm = clip_grad_norm(self._trained, self.config.train.max_grad_norm or math.inf).item()
         step_loss, step_aux = sum_over_ranks(loss.item(), 0.0 if aux_loss is None else aux_loss.item())
         return step_loss, None if aux_loss is None else step_aux, grad_norm
 
