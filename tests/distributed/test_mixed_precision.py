@@ -9,7 +9,7 @@ from torch import nn
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.distributed import offload, reload
-from opslot.distributed.mixed_precision import compute_with_copies
+from opslot.distributed.mixed_precision import can_copy_parameters, compute_with_copies
 from tests.distributed import tiny
 
 BF16 = torch.bfloat16
@@ -157,3 +157,13 @@ def test_offloading_releases_the_copies():
 def test_parallelize_twice_raises():
     with pytest.raises(ConfigError, match="is parallelized already"):
         opslot.parallelize(parallelized("qwen3"), param_dtype=BF16)
+
+
+def test_only_what_is_cast_counts_as_memory(monkeypatch):
+    device = torch.device("cuda")
+    memory = type("Properties", (), {"total_memory": 20 * 2 * 100})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    model = nn.Sequential(nn.Linear(9, 10, bias=False), nn.Linear(10, 100, bias=False).to(BF16))
+    assert can_copy_parameters(model, BF16, device)
+    model.append(nn.Linear(11, 1, bias=False))
+    assert not can_copy_parameters(model, BF16, device)

@@ -111,4 +111,6 @@ def test_parallelizing_an_unbound_model_raises():
     from transformers import Qwen3ForCausalLM
 
     with pytest.raises(ConfigError, match=r"has no kernels bound, which sp=2 and ep=1 need\n  hint: build it with"):
-        opslot.parallelize(Qwen3ForCausalLM(tiny.config_of("qwen3")), SimpleNamespace(sp=2, ep=1, world_size=2, mesh=None))
+        opslot.parallelize(
+            Qwen3ForCausalLM(tiny.config_of("qwen3")), SimpleNamespace(sp=2, ep=1, world_size=2, mesh=None)
+        )

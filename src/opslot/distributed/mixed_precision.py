@@ -21,8 +21,8 @@ _NO_BACKWARD = -1
 
 
 def can_copy_parameters(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether copies of the model's parameters in `dtype` take little of the memory of `device`."""
-    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    """Whether copies in `dtype` of the parameters that have another dtype take little of the memory of `device`."""
+    size = sum(parameter.numel() for parameter in model.parameters() if _is_cast(parameter, dtype)) * dtype.itemsize
     return device.type != "cuda" or size <= _LARGEST_PART * torch.cuda.get_device_properties(device).total_memory
 
 
@@ -163,7 +163,7 @@ class _Copies:
         for module in self._model.modules():
             held: dict[str, Any] = module._parameters
             for name, parameter in held.items():
-                if parameter is None or parameter.dtype == self._dtype or not _is_cast(parameter):
+                if parameter is None or not _is_cast(parameter, self._dtype):
                     continue
                 if parameter not in self._copies:
                     self._copies[parameter] = self._copy_of(parameter)
@@ -192,6 +192,8 @@ class _Copies:
                 held[name] = parameter
 
 
-def _is_cast(parameter: Tensor) -> bool:
-    """Not quantized weights, and not those of a tensor subclass."""
-    return parameter.is_floating_point() and parameter.itemsize > 1 and type(parameter) is nn.Parameter
+def _is_cast(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Whether a parameter is copied: not quantized weights, and not those of a tensor subclass."""
+    if parameter.dtype == dtype or type(parameter) is not nn.Parameter:
+        return False
+    return parameter.is_floating_point() and parameter.itemsize > 1
