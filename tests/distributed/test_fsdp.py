@@ -434,6 +434,16 @@ def test_model_plan_overrides_the_architecture_plan():
     assert parallel_plan(tiny.build("qwen3")) is None
 
 
+def test_small_models_are_not_gathered_again_in_backward(monkeypatch):
+    device = torch.device("cuda")
+    memory = type("Properties", (), {"total_memory": 20 * 2 * 100})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    model = nn.Linear(10, 10, bias=False)
+    assert fsdp._keeps_gathered(model, torch.bfloat16, device)
+    assert not fsdp._keeps_gathered(model, None, device)
+    assert not fsdp._keeps_gathered(model, torch.bfloat16, torch.device("cpu"))
+
+
 def test_offload_in_one_process_needs_a_group():
     with pytest.raises(ConfigError, match="group_of_one=True"):
         shard_model(Stack(), layers=["Block"], cpu_offload=True)

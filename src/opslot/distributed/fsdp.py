@@ -24,7 +24,7 @@ from opslot._base.errors import ConfigError
 from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
 from opslot.distributed.dtensors import local_tensor
-from opslot.distributed.mixed_precision import can_copy_parameters, compute_with_copies
+from opslot.distributed.mixed_precision import can_copy_parameters, compute_with_copies, takes_little_memory
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -47,7 +47,7 @@ def shard_model(
     activation_offload: bool = False,
     compile: bool = False,
     cpu_offload: bool = False,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = None,
     prefetch: int = 1,
     copy_engine: bool | None = None,
     add: SumParts | None = None,
@@ -77,7 +77,8 @@ def shard_model(
         activation_offload: keep the inputs of checkpointed layers in host memory.
         compile: run each layer through torch.compile; layers of one class share its graphs.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them.
+        reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them; default
+            True, but not for a model whose parameters take little of the GPU's memory.
         prefetch: number of layers whose parameters are gathered ahead.
         copy_engine: gather and reduce by copies between the GPUs of one host instead of NCCL's kernels; default where
             possible. See `opslot.distributed.copy_engine`.
@@ -117,6 +118,8 @@ def shard_model(
         inside = {part for module in with_root for part in module.modules()}
         blocks = [layer for layer in _find_layers(model, layers) if layer not in inside]
         expert_modules = experts if state.ep > 1 else []
+        if reshard_after_forward is None:
+            reshard_after_forward = not _keeps_gathered(model, param_dtype, state.device)
         groups = _shard(model, state, blocks, expert_modules, head, reshard_after_forward, options)
         _set_prefetch(model, groups, prefetch)
         reductions = use_copies(_shard_groups(model, state, expert_modules), state.device, copy_engine, add)
@@ -140,6 +143,12 @@ def needs_fsdp(model: nn.Module, state: ParallelState, param_dtype: torch.dtype 
     if state.world_size > 1 or cpu_offload:
         return True
     return param_dtype is not None and not can_copy_parameters(model, param_dtype, state.device)
+
+
+def _keeps_gathered(model: nn.Module, param_dtype: torch.dtype | None, device: torch.device) -> bool:
+    """Whether a model is so small that gathering its layers again takes longer than memory is worth."""
+    gathered = sum(p.numel() * (param_dtype or p.dtype).itemsize for p in model.parameters())
+    return device.type == "cuda" and takes_little_memory(gathered, device)
 
 
 def _gather_once(model: nn.Module) -> None:

@@ -14,16 +14,21 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils import _pytree as pytree
 
-# Largest part of the device's memory that the copies may take; larger models gather layer by layer, through FSDP.
-_LARGEST_PART = 0.05
+# Of the device's memory.
+_LITTLE = 0.05
 _COPIES = "_mixed_precision_copies"
 _NO_BACKWARD = -1
+
+
+def takes_little_memory(size: int, device: torch.device) -> bool:
+    """Whether `size` bytes are at most 5 % of the memory of a GPU; always on other devices."""
+    return device.type != "cuda" or size <= _LITTLE * torch.cuda.get_device_properties(device).total_memory
 
 
 def can_copy_parameters(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether copies in `dtype` of the parameters that have another dtype take little of the memory of `device`."""
     size = sum(parameter.numel() for parameter in model.parameters() if _is_cast(parameter, dtype)) * dtype.itemsize
-    return device.type != "cuda" or size <= _LARGEST_PART * torch.cuda.get_device_properties(device).total_memory
+    return takes_little_memory(size, device)
 
 
 def compute_with_copies(model: nn.Module, dtype: torch.dtype) -> None:

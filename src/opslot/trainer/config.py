@@ -80,7 +80,7 @@ class FSDPConfig:
         reduce_dtype: dtype of the gradient reduction.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: free a layer's gathered parameters after the forward pass and gather them again for the
-            backward pass.
+            backward pass; default true, except for models whose parameters take at most 5 % of a GPU's memory.
         prefetch: number of layers whose parameters are gathered ahead of the current one.
         copy_engine: all-gather and reduce-scatter with copies between the GPUs of one host instead of NCCL kernels;
             default wherever it is supported.
@@ -91,7 +91,7 @@ class FSDPConfig:
     param_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_offload: bool = False
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
     prefetch: int = 1
     copy_engine: bool | None = None
     ulysses_overlap: bool = False
