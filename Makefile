@@ -9,16 +9,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: demo demo-sft demo-vlm demo-omni test test-all test-architectures test-releases lint constraints bench-cpu clean
 
 demo: $(VENV)/ready
-	$(BIN)/python -m opslot.trainer.demo
+	$(BIN)/python -m demos.text
 
 demo-sft: $(VENV)/ready
-	$(BIN)/python -m opslot.trainer.demo_sft
+	$(BIN)/python -m demos.sft
 
 demo-vlm: $(VENV)/ready
-	$(BIN)/python -m opslot.trainer.demo_vlm
+	$(BIN)/python -m demos.vlm
 
 demo-omni: $(VENV)/ready
-	$(BIN)/python -m opslot.trainer.demo_omni
+	$(BIN)/python -m demos.omni
 
 # More workers than cores, since many tests wait for other processes; at most four because of memory.
 # PYTEST_ARGS="-n 0" runs one test after another.

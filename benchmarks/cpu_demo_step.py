@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ import opslot
 from opslot.bench.files import OutputFiles
 from opslot.bench.result import Environment, Result, Run, Value
 from opslot.data.collation import collate
-from opslot.trainer.demo import MODEL
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from demos.text import MODEL
 
 # As in configs/demo.yaml.
 BATCH_SIZE, LENGTH = 4, 512

@@ -11,9 +11,10 @@ import torch
 import transformers
 import yaml
 
+from demos import omni as demo
 from opslot.checkpoint.folder import read_folder
 from opslot.models._parts import parts_of
-from opslot.trainer import demo_omni, load_config
+from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.processors import load_processor
 from opslot.trainer.vlm import VLMTrainer
@@ -43,7 +44,7 @@ def write_lines(file, samples):
 def omni_settings(settings, tmp_path):
     folder = tmp_path / "samples"
     folder.mkdir()
-    demo_omni.write_model(tmp_path / "omni", ["Which tone? A and B"])
+    demo.write_model(tmp_path / "omni", ["Which tone? A and B"])
     for number in range(4):
         write_wav(folder / f"{number}.wav", 0.2 + 0.3 * number, 500 + 90 * number, 16_000 if number % 2 else 8_000)
     samples = [talk(*[f"{i}.wav" for i in range(n % 3)], answer="A and B"[: 1 + n % 6]) for n in range(9)]
@@ -280,17 +281,17 @@ def test_demo_configuration_is_valid(tmp_path):
     import random
     from pathlib import Path
 
+    from demos.command import path_arguments
     from opslot.data.media import load_audio
-    from opslot.trainer.demo_command import path_arguments
     from opslot.trainer.validate import validate
 
-    held_out = demo_omni.DEMO.write_inputs(tmp_path, 20)
+    held_out = demo.DEMO.write_inputs(tmp_path, 20)
     assert len(held_out) == 120
     file = Path(__file__).parents[2] / "configs" / "omni_demo.yaml"
     validate(load_config([str(file), *path_arguments(tmp_path)]))
     (tmp_path / "data" / "media").mkdir(exist_ok=True)
-    sample = demo_omni._sample(random.Random(1), tmp_path / "data" / "media", "x")
+    sample = demo._sample(random.Random(1), tmp_path / "data" / "media", "x")
     names = [part["audio"] for part in sample["messages"][0]["content"] if part["type"] == "audio"]
     assert load_audio(names[0], tmp_path / "data", 16_000).std() > 0.05
-    page = demo_omni.DEMO.write_page(tmp_path, [sample], ["C"], tmp_path / "none.png").read_text()
+    page = demo.DEMO.write_page(tmp_path, [sample], ["C"], tmp_path / "none.png").read_text()
     assert "data:audio/wav;base64," in page

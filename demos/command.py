@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 
 def run_demo(
-    module: str,
+    name: str,
     description: str,
     config: str,
+    output: str,
     demo: Callable[[argparse.Namespace, Console], None],
     argv: Sequence[str] | None,
     steps: str = "those of the configuration",
     **options: Any,
 ) -> int:
-    """Run the command `python -m opslot.trainer.<module>`; returns its exit code.
+    """Run the command `python -m demos.<name>`; returns its exit code.
 
     Args:
         config: file in configs/ without its ending.
+        output: folder in outputs/.
         demo: called with the options and an output folder that does not exist.
         steps: the default of --steps, as its help shows it.
         options: further options, with the arguments of `add_argument`.
@@ -40,13 +42,13 @@ def run_demo(
     from opslot.trainer.display import make_console
 
     started = time.monotonic()
-    parser = argparse.ArgumentParser(f"python -m opslot.trainer.{module}", description=description)
-    paths = {"output": Path("outputs", module.replace("_", "-")), "config": Path("configs", f"{config}.yaml")}
-    for name, path in paths.items():
-        parser.add_argument(f"--{name}", type=Path, default=path, help="default: %(default)s")
+    parser = argparse.ArgumentParser(f"python -m demos.{name}", description=description)
+    paths = {"output": Path("outputs", output), "config": Path("configs", f"{config}.yaml")}
+    for option, path in paths.items():
+        parser.add_argument(f"--{option}", type=Path, default=path, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=None, help=f"optimizer steps; default {steps}")
-    for name, settings in options.items():
-        parser.add_argument(f"--{name}", **settings)
+    for option, settings in options.items():
+        parser.add_argument(f"--{option}", **settings)
     given = parser.parse_args(argv)
     console = make_console()
     try:

@@ -1,6 +1,6 @@
 """Audio demo: train a small omni model until it names tones.
 
-    python -m opslot.trainer.demo_omni [--output outputs/demo-omni] [--steps N]
+    python -m demos.omni [--output outputs/demo-omni] [--steps N]
 
 Writes tones as WAV files, makes conversations about them, trains a tokenizer, runs `opslot train
 configs/omni_demo.yaml`, and writes a page with held-out tones, the model's answers and the loss curve. Needs no network
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from demos.media import MediaDemo, player
 from opslot.data.python_sources import train_tokenizer
-from opslot.trainer.demo_media import MediaDemo, player
 
 VOCABULARY = 384
 RATE = 16_000

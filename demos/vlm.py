@@ -1,6 +1,6 @@
 """Vision demo: train a small vision-language model until it reads drawn digits and shapes.
 
-    python -m opslot.trainer.demo_vlm [--output outputs/demo-vlm] [--steps N]
+    python -m demos.vlm [--output outputs/demo-vlm] [--steps N]
 
 Draws images, makes conversations about them, trains a tokenizer, runs `opslot train configs/vlm_demo.yaml`, and writes
 a page with held-out images, the model's answers and the loss curve. Needs no network and no GPU; takes a few minutes
@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from demos.media import MediaDemo, picture
 from opslot.data.python_sources import train_tokenizer
-from opslot.trainer.demo_media import MediaDemo, picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,6 +1,6 @@
 """End-to-end demo: train a tokenizer and a Qwen3-MoE with 10M parameters on the sources of the standard library.
 
-    python -m opslot.trainer.demo [--output outputs/demo] [--steps N]
+    python -m demos.text [--output outputs/demo] [--steps N]
 
 Needs no network, no GPU and no data except Python's own sources; takes less than five minutes on two cores.
 """
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from demos.command import arguments_of, run_demo, train_demo
 from opslot.data.python_sources import VOCABULARY, train_tokenizer, write_sources
-from opslot.trainer.demo_command import arguments_of, run_demo, train_demo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +56,7 @@ TRAINING_SECONDS = 200
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns its exit code."""
     steps = f"those of the configuration, or as many as fit into {TRAINING_SECONDS} s"
-    return run_demo("demo", __doc__.splitlines()[0], "demo", _demo, argv, steps)
+    return run_demo("text", __doc__.splitlines()[0], "demo", "demo", _demo, argv, steps)
 
 
 def _demo(options: argparse.Namespace, console: Console) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from demos.command import run_demo, train_demo
 from opslot._base.files import write_text
-from opslot.trainer.demo_command import run_demo, train_demo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ class MediaDemo:
     """A demo of task vlm.
 
     Attributes:
-        name: of the module, `opslot.trainer.demo_<name>`.
+        name: of the module, `demos.<name>`.
         description: of the command.
         media: what the questions are about, such as "drawings".
         title: of the page.
@@ -51,8 +51,8 @@ class MediaDemo:
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the demo; returns its exit code."""
         samples = {"type": int, "default": 3000, "help": "training conversations; default: %(default)s"}
-        config = f"{self.name}_demo"
-        return run_demo(f"demo_{self.name}", self.description, config, self._run, argv, samples=samples)
+        config, output = f"{self.name}_demo", f"demo-{self.name}"
+        return run_demo(self.name, self.description, config, output, self._run, argv, samples=samples)
 
     def _run(self, options: argparse.Namespace, console: Console) -> None:
         output = options.output

@@ -1,6 +1,6 @@
 """Chat demo: fine-tune a small model until it answers in a tagged format.
 
-    python -m opslot.trainer.demo_sft [--output outputs/demo-sft] [--steps N]
+    python -m demos.sft [--output outputs/demo-sft] [--steps N]
 
 Makes chats about numbers, trains a tokenizer on them, runs `opslot train configs/sft_demo.yaml`, and compares the
 answers to held-out questions before and after. Needs no network and no GPU; takes a few minutes on two cores.
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from demos.command import arguments_of, run_demo, train_demo
 from opslot.data.python_sources import train_tokenizer
-from opslot.trainer.demo_command import arguments_of, run_demo, train_demo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +52,7 @@ MODEL: dict[str, Any] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns its exit code."""
-    return run_demo("demo_sft", __doc__.splitlines()[0], "sft_demo", _demo, argv)
+    return run_demo("sft", __doc__.splitlines()[0], "sft_demo", "demo-sft", _demo, argv)
 
 
 def _demo(options: argparse.Namespace, console: Console) -> None:
