@@ -9,6 +9,7 @@ from torch import Tensor
 
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
+from opslot.ops._common.activations import activation_name, activation_problem
 from opslot.ops._common.arguments import autocast_dtype
 from opslot.ops.moe_experts.contract import Experts
 
@@ -27,10 +28,14 @@ def prepare(
 ) -> tuple[Tensor, Experts]:
     """Check the arguments; returns `hidden_states` and `experts`, cast to autocast's dtype if autocast is enabled.
 
+    The activation of `experts` becomes its name in `ACTIVATIONS`.
+
     Raises:
-        KernelError: unsupported shapes, dtypes or devices, a dtype not in `dtypes`, a hidden or intermediate size that
-            is not a multiple of `multiple`, or, if `contiguous`, weights that are not contiguous.
+        KernelError: an activation that the kernels do not compute, unsupported shapes, dtypes or devices, a dtype not
+            in `dtypes`, a hidden or intermediate size that is not a multiple of `multiple`, or, if `contiguous`,
+            weights that are not contiguous.
     """
+    experts = _with_activation_name(experts)
     wanted = autocast_dtype(hidden_states)
     if wanted is not None:
         hidden_states = hidden_states.to(wanted)
@@ -52,6 +57,17 @@ def prepare(
         found, hint = problem
         raise KernelError(f"moe_implementation={kernel!r} cannot run this call", found=found, hint=hint)
     return hidden_states, experts
+
+
+def _with_activation_name(experts: Experts) -> Experts:
+    name = activation_name(experts.activation)
+    if name is None:
+        raise KernelError(
+            "moe_experts: unsupported activation",
+            found=activation_problem(experts.activation) or "",
+            hint="set moe_implementation to eager",
+        )
+    return experts if name is experts.activation else experts._replace(activation=name)
 
 
 def _named(experts: Experts) -> dict[str, Tensor]:

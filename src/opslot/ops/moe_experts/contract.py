@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from opslot._base.errors import KernelError
-from opslot.ops._common.activations import Activation, activation_name, activation_problem
+from opslot.ops._common.activations import Activation
 
 
 class Experts(NamedTuple):
@@ -28,7 +27,8 @@ class Experts(NamedTuple):
         up_proj: [E, I, H], or None if `gate_up_proj` has both.
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
         limit, alpha, up_offset, clamps_activation: as in the variant clamped; without `limit` nothing is clamped.
-        activation: a name in `ACTIVATIONS`, or for the reference any function; with `alpha` it is "silu".
+        activation: what the caller gave, which `prepare` replaces by its name in `ACTIVATIONS`; with `alpha` it is
+            "silu".
         gated: act(gate) * up; else act(up).
         transposed, down_transposed: the layouts of `gate_up_proj` and `down_proj`.
     """
@@ -80,47 +80,38 @@ Run = Callable[[Tensor, Experts, Tensor, Tensor], Tensor]
 Contract = Callable[..., Tensor]
 
 
-def known_activation(activation: Activation) -> str:
-    """Its name in `ACTIVATIONS`.
-
-    Raises:
-        KernelError: the kernels do not compute it.
-    """
-    name = activation_name(activation)
-    if name is None:
-        raise KernelError(
-            "moe_experts: unsupported activation",
-            found=activation_problem(activation) or "",
-            hint="set moe_implementation to eager",
-        )
-    return name
-
-
-def variants(
-    run: Run, activation_of: Callable[[Activation], Any] = known_activation
-) -> tuple[Contract, Contract, Contract, Contract, Contract, Contract]:
+def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract, Contract, Contract]:
     """`run` with the signatures of standard, clamped, biased, split, transposed and ungated, for names of its module.
 
-    All compute gated experts (Shazeer 2020, section 2): the sum over a token's experts of weight * down(activation(gate
-    x) * up x), [T, H] in the dtype of `hidden_states`.
+    All but the last compute gated experts (Shazeer 2020, section 2): the sum over a token's experts of weight *
+    down(activation(gate x) * up x), [T, H] in the dtype of `hidden_states`.
     """
+    transposed = _unclamped(run, transposed=True, down_transposed=True)
+    contracts = _unclamped(run), _clamped(run), _biased(run), _split(run), transposed, _ungated(run)
+    # Functions of the module that assigns them, which print and are pickled by name.
+    for name, contract in zip(("standard", "clamped", "biased", "split", "transposed", "ungated"), contracts):
+        contract.__module__, contract.__name__, contract.__qualname__ = run.__module__, name, name
+    return contracts
 
-    def unclamped(**layout: bool) -> Contract:
-        def contract(
-            hidden_states: Tensor,
-            gate_up_proj: Tensor,
-            down_proj: Tensor,
-            top_k_index: Tensor,
-            top_k_weights: Tensor,
-            activation: Activation = "silu",
-        ) -> Tensor:
-            """Standard; transposed, as in Aria and Llama 4: `gate_up_proj` [E, H, 2I], `down_proj` [E, I, H]."""
-            experts = Experts(gate_up_proj, down_proj, activation=activation_of(activation), **layout)  # type: ignore[arg-type]
-            return run(hidden_states, experts, top_k_index, top_k_weights)
 
-        return contract
+def _unclamped(run: Run, **layout: bool) -> Contract:
+    def contract(
+        hidden_states: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        """Standard; transposed, as in Aria and Llama 4: `gate_up_proj` [E, H, 2I], `down_proj` [E, I, H]."""
+        experts = Experts(gate_up_proj, down_proj, activation=activation, **layout)  # type: ignore[arg-type]
+        return run(hidden_states, experts, top_k_index, top_k_weights)
 
-    def clamped(
+    return contract
+
+
+def _clamped(run: Run) -> Contract:
+    def contract(
         hidden_states: Tensor,
         gate_up_proj: Tensor,
         down_proj: Tensor,
@@ -143,7 +134,11 @@ def variants(
             gating |= {"limit": limit, "clamps_activation": clamps_activation}
         return run(hidden_states, Experts(gate_up_proj, down_proj, **gating), top_k_index, top_k_weights)  # type: ignore[arg-type]
 
-    def biased(
+    return contract
+
+
+def _biased(run: Run) -> Contract:
+    def contract(
         hidden_states: Tensor,
         gate_up_proj: Tensor,
         down_proj: Tensor,
@@ -172,7 +167,11 @@ def variants(
         )
         return run(hidden_states, experts, top_k_index, top_k_weights)
 
-    def split(
+    return contract
+
+
+def _split(run: Run) -> Contract:
+    def contract(
         hidden_states: Tensor,
         gate_proj: Tensor,
         up_proj: Tensor,
@@ -182,10 +181,14 @@ def variants(
         activation: Activation = "silu",
     ) -> Tensor:
         """DBRX's experts: standard with separate tensors for gate and up; all three weights are [E, I, H]."""
-        experts = Experts(gate_proj, down_proj, up_proj, activation=activation_of(activation), down_transposed=True)
+        experts = Experts(gate_proj, down_proj, up_proj, activation=activation, down_transposed=True)
         return run(hidden_states, experts, top_k_index, top_k_weights)
 
-    def ungated(
+    return contract
+
+
+def _ungated(run: Run) -> Contract:
+    def contract(
         hidden_states: Tensor,
         up_proj: Tensor,
         down_proj: Tensor,
@@ -194,12 +197,7 @@ def variants(
         activation: Activation = "silu",
     ) -> Tensor:
         """Experts without a gate, as in Nemotron 3: the sum of weight * down(activation(up x)), `up_proj` [E, I, H]."""
-        experts = Experts(up_proj, down_proj, activation=activation_of(activation), gated=False)
+        experts = Experts(up_proj, down_proj, activation=activation, gated=False)
         return run(hidden_states, experts, top_k_index, top_k_weights)
 
-    transposed = unclamped(transposed=True, down_transposed=True)
-    contracts = unclamped(), clamped, biased, split, transposed, ungated
-    # Functions of the module that assigns them, which print and are pickled by name.
-    for name, contract in zip(("standard", "clamped", "biased", "split", "transposed", "ungated"), contracts):
-        contract.__module__, contract.__name__, contract.__qualname__ = run.__module__, name, name
-    return contracts
+    return contract

@@ -65,9 +65,7 @@ def _activated(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
     return activated * (up + experts.up_offset if experts.up_offset else up)
 
 
-standard, clamped, biased, split, transposed, ungated = variants(
-    _reference, activation_of=lambda activation: activation
-)
+standard, clamped, biased, split, transposed, ungated = variants(_reference)
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:

@@ -69,15 +69,15 @@ def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_wei
     Raises:
         KernelError: another activation, unsupported shapes or dtypes, or weights that are not contiguous.
     """
+    x, experts = prepare(
+        "fused_quack", hidden_states, experts, top_k_index, top_k_weights, HALF_FLOATS, contiguous=True, multiple=8
+    )
     if experts.activation != "silu":
         raise KernelError(
             "moe_implementation='fused_quack' cannot run this call",
             found=f"the activation {experts.activation!r}, not SiLU",
             hint="use moe_implementation=fused_triton or grouped_mm",
         )
-    x, experts = prepare(
-        "fused_quack", hidden_states, experts, top_k_index, top_k_weights, HALF_FLOATS, contiguous=True, multiple=8
-    )
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
