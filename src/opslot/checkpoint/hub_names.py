@@ -156,7 +156,7 @@ class _Assigner:
 
 
 def transformers_view(model: Any) -> Any:
-    """A replacement with the same submodules as `model`, and the class that it had before FSDP2 replaced it.
+    """An object with the modules of `model`, of the class that it had before FSDP2 derived its own.
 
     Transformers looks conversions up by class name.
     """

@@ -53,7 +53,7 @@ def shard_model(
     add: SumParts | None = None,
     load: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Shard `model` over the ranks, in placement. Slots keep their kernels: bind before or after.
+    """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
 
     In one process, a model computes with copies of its parameters in `param_dtype` instead, unless it is so large that
     they do not fit easily beside them.
