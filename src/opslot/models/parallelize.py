@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, shard_model
 from opslot.distributed.fsdp import needs_fsdp
 from opslot.distributed.mixed_precision import has_copies
@@ -93,17 +92,10 @@ def parallelize(
         binding = resolve(root, binding.config, device=device, dtype=dtype)
         if state.ep > 1:
             _check_experts(model, state, plan)
-            binding = with_expert_parallel(binding, state)
         if state.sp > 1:
             prepare_ulysses(root, binding, state, ulysses_overlap)
-            binding = with_ulysses(root, binding, ulysses_pipeline, ulysses_overlap)
-        if has_adapters(model):
-            fuse_linear_adapters(root, binding.config)
-            binding = with_expert_adapters(binding, root)
-        binding = with_quantized_experts(binding, root)
-        if is_sharded:
-            binding = with_fsdp(binding)
-        write(root, binding)
+        binding = _parallel_binding(root, binding, state, ulysses_pipeline, ulysses_overlap)
+        write(root, with_fsdp(binding) if is_sharded else binding)
     elif state.sp > 1 or state.ep > 1:
         raise ConfigError(
             f"{type(model).__name__} has no kernels bound, which sp={state.sp} and ep={state.ep} need",
@@ -130,6 +122,16 @@ def parallelize(
     if is_sharded:
         alias_outputs(model)
     return model
+
+
+def _parallel_binding(root: Any, binding: Binding, state: ParallelState, pipeline: int, overlap: bool) -> Binding:
+    """The binding of `root` with what `state`, adapters and quantization apply to its kernels, innermost first."""
+    if state.ep > 1:
+        binding = with_expert_parallel(binding, state)
+    if state.sp > 1:
+        binding = with_ulysses(root, binding, pipeline, overlap)
+    fuse_linear_adapters(root, binding.config)
+    return with_quantized_experts(with_expert_adapters(binding, root), root)
 
 
 def _runs_on(model: nn.Module, binding: Binding) -> torch.device | str:
