@@ -13,19 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from opslot._base.device import DeviceFacts
 from opslot.cli import main
 from opslot.trainer import load_config
-from opslot.trainer.callbacks.writers import read_metrics
+from tests.trainer.runs import losses, run_config
 
 SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}}
-
-
-def run_config(file):
-    from opslot.trainer import cli_train
-
-    return cli_train([file])
-
-
-def losses(folder):
-    return [row["loss"] for row in read_metrics(folder)]
 
 
 @pytest.fixture

@@ -4,19 +4,13 @@ import json
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from opslot._base.errors import ConfigError
 from opslot.distributed import destroy_parallel_state
-from opslot.trainer import TextTrainer, load_config
+from opslot.trainer import TextTrainer
 from opslot.trainer.loss_scaling import LossScaler
-
-
-def trainer_of(settings, tmp_path, cls=TextTrainer):
-    file = tmp_path / "trainer.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    return cls(load_config([str(file), "--train.logging.progress", "off"]))
+from tests.trainer.runs import trainer_of
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def test_float16_parameters_of_a_subclass_raise(settings, tmp_path):
             return super().build_model().half()
 
     with pytest.raises(ConfigError, match=r"float16 parameters cannot be trained.*\n  found: .* is float16\n  hint: "):
-        trainer_of(settings, tmp_path, Half)
+        trainer_of(settings, tmp_path, cls=Half)
 
 
 def test_float16_checkpoint_trains_in_float32(train, settings, tmp_path, model_folder):
@@ -69,7 +63,7 @@ class HugeBatch(TextTrainer):
 
 def grad_norm(settings, tmp_path, name):
     settings["train"]["output_dir"] = str(tmp_path / name)
-    return trainer_of(settings, tmp_path, HugeBatch).train().record.grad_norm
+    return trainer_of(settings, tmp_path, cls=HugeBatch).train().record.grad_norm
 
 
 def test_gradients_do_not_underflow_in_float16(float16, tmp_path, monkeypatch):

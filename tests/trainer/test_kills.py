@@ -10,7 +10,7 @@ import yaml
 
 from opslot.checkpoint import training_state
 from opslot.trainer import checkpointing, cli_train
-from opslot.trainer.callbacks.writers import read_metrics
+from tests.trainer.runs import losses, run_config
 
 SCRIPT = """
 import os, resource, signal, sys, threading
@@ -97,10 +97,6 @@ def names(folder):
     return [path.name for path in checkpointing.find_checkpoints(folder / "checkpoints")]
 
 
-def curve(folder):
-    return [row["loss"] for row in read_metrics(folder)]
-
-
 def test_killed_rank_is_named_and_the_run_resumes(config, start, tmp_path):
     processes, _ = start("killed", config("run"))
     assert processes[1].wait(90) == -signal.SIGKILL
@@ -113,13 +109,7 @@ def test_killed_rank_is_named_and_the_run_resumes(config, start, tmp_path):
     assert names(tmp_path / "run") == ["step_00000002"]
     assert cli_train([config("run", **{"checkpoint.resume_from": "latest"})]) == 0
     assert cli_train([config("straight")]) == 0
-    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "straight"), rel=1e-5)
-
-
-def run_config(file):
-    from opslot.trainer import cli_train
-
-    return cli_train([file])
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
 def test_kill_during_a_save_resumes_from_the_previous_checkpoint(ranks, config, start, tmp_path):
@@ -134,10 +124,10 @@ def test_kill_during_a_save_resumes_from_the_previous_checkpoint(ranks, config, 
     checkpoints = tmp_path / "run" / "checkpoints"
     assert (checkpoints / ".unfinished-step_00000004" / ".metadata").is_file()
     assert names(tmp_path / "run") == ["step_00000002"]
-    assert len(curve(tmp_path / "run")) == 5
+    assert len(losses(tmp_path / "run")) == 5
     assert ranks.run(run_config, config("run", **{"checkpoint.resume_from": "latest"})) == [0, 0]
     assert cli_train([config("straight")]) == 0
-    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "straight"), rel=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
     assert [path.name for path in checkpoints.iterdir() if path.name.startswith(".")] == []
 
 

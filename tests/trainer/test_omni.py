@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import yaml
 
 from demos import omni as demo
 from opslot.checkpoint.folder import read_folder
@@ -17,7 +16,7 @@ from opslot.models._parts import parts_of
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.processors import load_processor
-from opslot.trainer.vlm import VLMTrainer
+from tests.trainer.runs import trainer_of
 
 
 def write_wav(file, seconds=0.3, frequency=600.0, rate=16_000):
@@ -56,14 +55,6 @@ def omni_settings(settings, tmp_path):
     return settings
 
 
-def trainer_of(settings, tmp_path, **overrides):
-    file = tmp_path / "trainer.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    return VLMTrainer(
-        load_config([str(file), *[f"--{name}={value}" for name, value in overrides.items()]]), callbacks=[]
-    )
-
-
 def step(trainer, batches):
     trainer.model.zero_grad()
     count = sum(trainer.count_targets(batch) for batch in batches)
@@ -98,7 +89,7 @@ def test_packed_audio_equals_unpacked(omni_settings, tmp_path):
 
 def test_loss_equals_that_of_transformers_processor_and_thinker(omni_settings, tmp_path):
     omni_settings["data"]["packing"] = False
-    trainer = trainer_of(omni_settings, tmp_path, **{"train.micro_batch_size": 1})
+    trainer = trainer_of(omni_settings, tmp_path, "--train.micro_batch_size=1")
     messages = talk("0.wav", "1.wav", answer="A a")
     processor = trainer.encoder.processor
     from opslot.data.media import load_audio
@@ -119,7 +110,7 @@ def test_loss_equals_that_of_transformers_processor_and_thinker(omni_settings, t
     expected = theirs(**inputs, labels=labels).loss.item()
     write_lines(tmp_path / "samples" / "one.jsonl", [messages])
     omni_settings["data"]["train_path"] = str(tmp_path / "samples" / "one.jsonl")
-    again = trainer_of(omni_settings, tmp_path, **{"train.micro_batch_size": 1})
+    again = trainer_of(omni_settings, tmp_path, "--train.micro_batch_size=1")
     again.model.load_state_dict(trainer.model.state_dict())
     batch = again.data.collate_fn([again.train_set[0]])
     assert again.forward(batch, again.count_targets(batch)).loss.item() == pytest.approx(expected, rel=1e-5)

@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from opslot.trainer.callbacks.writers import read_metrics
+from tests.trainer.runs import curve, run_config
 
 SIZES = {
     "fsdp": {},
@@ -23,23 +24,12 @@ SIZES = {
 }
 
 
-def curve(folder):
-    names = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss", "aux_loss")
-    return [{name: row[name] for name in names if name in row} for row in read_metrics(Path(folder))]
-
-
 def assert_same_curve(found, expected):
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         assert a.keys() == b.keys()
         for name in a:
             assert a[name] == pytest.approx(b[name], rel=1e-5), f"{name} of step {a['step']}"
-
-
-def run_config(file):
-    from opslot.trainer import cli_train
-
-    return cli_train([file])
 
 
 @pytest.fixture

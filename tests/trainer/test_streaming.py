@@ -10,12 +10,10 @@ import pytest
 import yaml
 
 from opslot.data.corpus import open_corpus
-from opslot.trainer import TextTrainer, cli_train, load_config
+from opslot.trainer import cli_train
 from opslot.trainer.callbacks.base import Callback
-from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.optimizer import learning_rate
-
-NAMES = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
+from tests.trainer.runs import curve, trainer_of
 
 
 def in_small_shards(monkeypatch):
@@ -31,16 +29,6 @@ def streaming(settings, monkeypatch):
     settings["train"] |= {"num_epochs": 2, "global_batch_size": 8, "checkpoint.save_steps": 5, "lr": 1e-3}
     del settings["train"]["max_steps"]
     return settings
-
-
-def curve(folder):
-    return [{name: record[name] for name in NAMES if name in record} for record in read_metrics(folder)]
-
-
-def trainer_of(settings, tmp_path, **keywords):
-    file = tmp_path / "trainer.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    return TextTrainer(load_config([str(file), "--train.logging.progress", "off"]), **keywords)
 
 
 @pytest.mark.quick("changes1")

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from opslot.data.config import DataConfig
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
-from opslot.trainer.main import _trainer_class
 from opslot.trainer.parse import to_yaml
 from opslot.trainer.run_data import set_sample_length
+from tests.trainer.runs import trainer_of
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -57,16 +57,6 @@ def chat_settings(settings, tmp_path, tokenizer):
     return settings
 
 
-def trainer_of(settings, tmp_path, **overrides):
-    import yaml
-
-    file = tmp_path / "trainer.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    arguments = [text for name, value in overrides.items() for text in (f"--{name}", json.dumps(value))]
-    config = load_config([str(file), "--train.logging.progress", "off", *arguments])
-    return _trainer_class(config.task)(config)
-
-
 def test_chat_run_and_its_export(chat_settings, train, tmp_path):
     chat_settings["train"] |= {"max_steps": 12, "eval_steps": 6, "checkpoint.save_steps": 6}
     chat_settings["evaluation"] = {"prompts": ["3?"], "max_new_tokens": 4}
@@ -98,7 +88,7 @@ def test_packed_loss_equals_unpacked_loss(chat_settings, tmp_path):
     chat_settings["train"] |= {"max_steps": 1, "eval_steps": 1, "micro_batch_size": 2}
     found = []
     for packing in (True, False):
-        trainer = trainer_of(chat_settings, tmp_path, **{"data.packing": packing})
+        trainer = trainer_of(chat_settings, tmp_path, f"--data.packing={packing}")
         micro_batches = [batch for batch, _ in trainer.evaluated_batches()]
         assert all(("cu_seq_lens_q" in batch) == packing for batch in micro_batches)
         targets = sum(trainer.count_targets(batch) for batch in micro_batches)

@@ -6,11 +6,9 @@ import json
 import pytest
 import torch
 import transformers
-import yaml
 
-from opslot.trainer import load_config
-from opslot.trainer.vlm import VLMTrainer
 from opslot.verify.tiny import tiny_config
+from tests.trainer.runs import trainer_of
 from tests.trainer.test_processors import samples, talk
 
 pytest.importorskip("mistral_common")
@@ -64,11 +62,6 @@ def voxtral(settings, tmp_path):
     settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "max_seq_len": 1024, "shuffle": False}
     settings["train"] |= {"global_batch_size": len(lines)}
     return processor
-
-
-def trainer_of(settings, folder, *overrides):
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
-    return VLMTrainer(load_config([str(folder / "run.yaml"), *overrides]), callbacks=[])
 
 
 def test_audio_is_decoded_once_to_tokenize_a_sample(voxtral, settings, tmp_path, monkeypatch):

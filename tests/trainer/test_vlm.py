@@ -7,14 +7,12 @@ import shutil
 
 import pytest
 import torch
-import yaml
 
 from opslot._base.errors import ConfigError, DataError
 from opslot.distributed import destroy_parallel_state
-from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
-from opslot.trainer.vlm import VLMTrainer
 from tests.multimodal import draw, write_model, write_samples
+from tests.trainer.runs import trainer_of
 
 
 @pytest.fixture
@@ -24,13 +22,6 @@ def vlm_settings(settings, tmp_path):
     settings["data"] |= {"train_path": str(write_samples(tmp_path / "samples")), "max_seq_len": 96}
     settings["train"] |= {"global_batch_size": 2, "lr": 1e-3}
     return settings
-
-
-def trainer_of(settings, tmp_path, **overrides):
-    file = tmp_path / "trainer.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    arguments = [f"--{name}={value}" for name, value in overrides.items()]
-    return VLMTrainer(load_config([str(file), *arguments]), callbacks=[])
 
 
 def test_run_and_export(vlm_settings, tmp_path, train):
@@ -55,7 +46,7 @@ def test_run_and_export(vlm_settings, tmp_path, train):
 def test_steps_are_balanced_by_what_is_trained(vlm_settings, tmp_path):
     """A frozen encoder has no backward pass, two thirds of its FLOPs less the input gradient of the patch embedding."""
     trained = trainer_of(vlm_settings, tmp_path).batches
-    frozen = trainer_of(vlm_settings, tmp_path, **{"train.freeze": "[vision, merger]"}).batches
+    frozen = trainer_of(vlm_settings, tmp_path, "--train.freeze=[vision, merger]").batches
     assert trained.attention_cost > 0
     assert 1 / 3 <= frozen.encoder_cost / trained.encoder_cost < 1 / 2
     assert frozen.state_dict()["window"] is None
@@ -188,7 +179,7 @@ def test_loss_equals_that_of_transformers_processor_and_model(vlm_settings, tmp_
     from transformers import Qwen3VLForConditionalGeneration
 
     vlm_settings["data"] |= {"packing": False, "shuffle": False}
-    trainer = trainer_of(vlm_settings, tmp_path, **{"train.micro_batch_size": 1})
+    trainer = trainer_of(vlm_settings, tmp_path, "--train.micro_batch_size=1")
     line = json.loads((tmp_path / "samples" / "chat.jsonl").read_text().splitlines()[1])
     processor = trainer.encoder.processor
     text = processor.apply_chat_template(line["messages"], tokenize=False)
@@ -249,7 +240,7 @@ def test_frozen_part_gets_no_gradient(vlm_settings, tmp_path, part):
 def test_text_with_a_frozen_language_model(vlm_settings, tmp_path):
     vlm_settings["train"]["freeze"] = ["language_model"]
     vlm_settings["data"] |= {"packing": False, "shuffle": False}
-    trainer = trainer_of(vlm_settings, tmp_path, **{"train.micro_batch_size": 1})
+    trainer = trainer_of(vlm_settings, tmp_path, "--train.micro_batch_size=1")
     micro_batches = trainer.next_micro_batches(iter(trainer.batches))
     assert ["pixel_values" in batch for batch in micro_batches] == [False, True]
     loss, _, grad_norm = trainer._forward_backward(micro_batches, sum(map(trainer.count_targets, micro_batches)))

@@ -7,12 +7,7 @@ import pytest
 import yaml
 
 from opslot.trainer.callbacks.writers import read_metrics
-
-
-def run_config(file):
-    from opslot.trainer import cli_train
-
-    return cli_train([file])
+from tests.trainer.runs import losses, run_config
 
 
 def run_and_capture(file):
@@ -78,7 +73,7 @@ def test_ranks_skip_the_same_samples(write, ranks, tmp_path):
     (code, out, _), (other, *_) = ranks.run(run_and_capture, two, timeout=90)
     assert (code, other) == (0, 0)
     assert "1 samples left out: malformed" in out
-    curves = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("one", "two")]
+    curves = [losses(tmp_path / name) for name in ("one", "two")]
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 

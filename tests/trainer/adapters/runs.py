@@ -1,21 +1,11 @@
 """Runs that train adapters, and the same with PEFT."""
 
-from pathlib import Path
-
 import peft
 import torch
 from transformers import AutoModelForCausalLM
 
-from opslot.trainer.callbacks.writers import read_metrics
-
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 SIZES = {"fsdp": {}, "sp": {"sp_size": 2, "fsdp": {"ulysses_overlap": True}}, "ep": {"ep_size": 2}}
-
-
-def run_config(file):
-    from opslot.trainer import cli_train
-
-    return cli_train([file])
 
 
 DENSE = {
@@ -29,10 +19,6 @@ DENSE = {
     "intermediate_size": 128,
     "eos_token_id": 0,
 }
-
-
-def losses(folder):
-    return [row["loss"] for row in read_metrics(Path(folder))]
 
 
 def recorded_steps(run):

@@ -15,13 +15,8 @@ from opslot.checkpoint import save_adapter
 from opslot.checkpoint.adapters import adapter_layers
 from opslot.cli import main
 from opslot.distributed import destroy_parallel_state
-from tests.trainer.adapters.runs import (
-    SIZES,
-    losses,
-    peft_losses,
-    recorded_steps,
-    run_config,
-)
+from tests.trainer.adapters.runs import SIZES, peft_losses, recorded_steps
+from tests.trainer.runs import losses, run_config
 
 
 @pytest.mark.quick("lora1", "lora3")

@@ -10,7 +10,8 @@ from opslot import ConfigError, explain
 from opslot.checkpoint import save_adapter
 from opslot.cli import main
 from opslot.ops.linear.nf4 import dequantize
-from tests.trainer.adapters.runs import losses, peft_losses, recorded_steps, run_config
+from tests.trainer.adapters.runs import peft_losses, recorded_steps
+from tests.trainer.runs import losses, run_config
 
 
 def train_as_peft(run, model, folder):
