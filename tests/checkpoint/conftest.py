@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 MOE_SIZES = {
@@ -72,20 +72,3 @@ def moe_folder(tmp_path: Path, make_model: ModelFactory) -> Path:
     make_model("qwen3_moe").save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     return folder
-
-
-@pytest.fixture
-def same_tensors() -> Callable[[nn.Module, nn.Module], None]:
-    """Asserts that two models have equal parameters and buffers bit for bit, including non-persistent buffers."""
-
-    def check(found: nn.Module, wanted: nn.Module) -> None:
-        def tensors(model: nn.Module) -> dict[str, Tensor]:
-            return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-
-        ours, theirs = tensors(found), tensors(wanted)
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            assert ours[name].dtype == tensor.dtype, name
-            assert torch.equal(ours[name], tensor), name
-
-    return check

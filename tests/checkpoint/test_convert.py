@@ -13,6 +13,7 @@ from opslot.checkpoint import load_weights, save_weights
 from opslot.checkpoint.convert import convert_folder
 from opslot.checkpoint.experts import LAYOUTS
 from opslot.checkpoint.folder import _in_words
+from tests.equal import assert_equal_tensors
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -20,13 +21,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_convert_every_layout_to_every_other(tmp_path, make_model, same_tensors, first: str, second: str) -> None:
+def test_convert_every_layout_to_every_other(tmp_path, make_model, first: str, second: str) -> None:
     model = make_model("qwen3_moe")
     save_weights(model, tmp_path / "a", layout=first, max_shard_size="10KB")
     convert_folder(tmp_path / "a", tmp_path / "b", layout=second, max_shard_size="10KB")
     other = make_model("qwen3_moe", device="meta")
     assert set(load_weights(other, tmp_path / "b").layouts.values()) == {second}
-    same_tensors(other, model)
+    assert_equal_tensors(other, model)
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
 
 
@@ -68,7 +69,7 @@ def test_sizes_as_text(nbytes: int, words: str) -> None:
     assert _in_words(nbytes) == words
 
 
-def test_convert_checkpoint_saved_by_transformers(tmp_path, moe_folder, make_model, same_tensors) -> None:
+def test_convert_checkpoint_saved_by_transformers(tmp_path, moe_folder, make_model) -> None:
     convert_folder(moe_folder, tmp_path / "stacked", layout="stacked")
     tensors = safetensors.torch.load_file(tmp_path / "stacked" / "model.safetensors")
     wanted = make_model("qwen3_moe").state_dict()

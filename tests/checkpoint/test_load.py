@@ -16,6 +16,7 @@ from opslot._base.errors import CheckpointError
 from opslot.checkpoint import load_weights, save_weights
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.safetensors_file import MappedFile
+from tests.equal import assert_equal_tensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -54,14 +55,12 @@ def fuse(tensors: dict[str, Tensor], *, transposed: bool = False) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_loads_like_from_pretrained(
-    tmp_path, make_model, same_tensors, architecture: str, tied: bool, device: str
-) -> None:
+def test_loads_like_from_pretrained(tmp_path, make_model, architecture: str, tied: bool, device: str) -> None:
     make_model(architecture, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="8KB")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     ours = make_model(architecture, seed=1, device=device, tie_word_embeddings=tied)
     report = load_weights(ours, tmp_path)
-    same_tensors(ours, theirs)
+    assert_equal_tensors(ours, theirs)
     assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
     assert report.tensors == len(json.loads((tmp_path / INDEX).read_text())["weight_map"])
     assert report.bytes_read == sum(p.nbytes for p in ours.parameters())
@@ -71,24 +70,24 @@ def test_loads_like_from_pretrained(
 
 
 @pytest.mark.parametrize("layout", ["per_expert", "stacked", "transposed"])
-def test_loads_experts_of_each_layout(tmp_path, moe_folder, make_model, same_tensors, layout: str) -> None:
+def test_loads_experts_of_each_layout(tmp_path, moe_folder, make_model, layout: str) -> None:
     folder = moe_folder
     if layout != "per_expert":
         folder = rewrite(moe_folder, tmp_path / layout, lambda t: fuse(t, transposed=layout == "transposed"))
     model = make_model("qwen3_moe", seed=1)
     report = load_weights(model, folder)
-    same_tensors(model, make_model("qwen3_moe"))
+    assert_equal_tensors(model, make_model("qwen3_moe"))
     assert report.layouts == {"model.layers.*.mlp.experts": layout}
 
 
-def test_loads_the_stacked_folder_that_transformers_saves(tmp_path, make_model, same_tensors) -> None:
+def test_loads_the_stacked_folder_that_transformers_saves(tmp_path, make_model) -> None:
     make_model("qwen3_moe").save_pretrained(tmp_path, save_original_format=False)
     model = make_model("qwen3_moe", device="meta")
     assert load_weights(model, tmp_path).layouts == {"model.layers.*.mlp.experts": "stacked"}
-    same_tensors(model, make_model("qwen3_moe"))
+    assert_equal_tensors(model, make_model("qwen3_moe"))
 
 
-def test_square_stacked_tensors_are_distinguished_by_their_pair(tmp_path, make_model, same_tensors) -> None:
+def test_square_stacked_tensors_are_distinguished_by_their_pair(tmp_path, make_model) -> None:
     """H = 2I: gate_up_proj has the same shape in both layouts, down_proj has not."""
     sizes = {"moe_intermediate_size": 8, "hidden_size": 16}
     make_model("qwen3_moe", **sizes).save_pretrained(tmp_path / "a")
@@ -96,7 +95,7 @@ def test_square_stacked_tensors_are_distinguished_by_their_pair(tmp_path, make_m
         folder = rewrite(tmp_path / "a", tmp_path / str(transposed), lambda t: fuse(t, transposed=transposed))  # noqa: B023
         model = make_model("qwen3_moe", seed=1, **sizes)
         load_weights(model, folder)
-        same_tensors(model, make_model("qwen3_moe", **sizes))
+        assert_equal_tensors(model, make_model("qwen3_moe", **sizes))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -115,18 +114,18 @@ def test_keeps_parameter_objects_that_have_memory(moe_folder, make_model) -> Non
     assert before == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
 
 
-def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model, same_tensors) -> None:
+def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model) -> None:
     base = make_model("qwen3_moe", "Model", seed=1)
     with pytest.raises(CheckpointError, match=r"tensors that the model does not have \(1\):\n  - lm_head.weight"):
         load_weights(base, moe_folder)
     report = load_weights(base, moe_folder, allow_extra=["lm_head.weight"])
     assert report.extra == ["lm_head.weight"]
-    same_tensors(base, make_model("qwen3_moe").model)
+    assert_equal_tensors(base, make_model("qwen3_moe").model)
 
     make_model("qwen3_moe", tie_word_embeddings=True).model.save_pretrained(tmp_path / "base")
     head = make_model("qwen3_moe", seed=1, tie_word_embeddings=True)
     load_weights(head, tmp_path / "base")
-    same_tensors(head, make_model("qwen3_moe", tie_word_embeddings=True))
+    assert_equal_tensors(head, make_model("qwen3_moe", tie_word_embeddings=True))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -161,25 +160,25 @@ def test_old_rotary_buffers_are_ignored(tmp_path, moe_folder, make_model) -> Non
     assert torch.equal(model.model.rotary_emb.inv_freq, make_model("qwen3_moe").model.rotary_emb.inv_freq)
 
 
-def test_tied_tensor_may_be_stored_twice(tmp_path, make_model, same_tensors) -> None:
+def test_tied_tensor_may_be_stored_twice(tmp_path, make_model) -> None:
     make_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "a")
     model = make_model("qwen3", seed=1, tie_word_embeddings=True)
     twice = rewrite(
         tmp_path / "a", tmp_path / "b", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
     )
     load_weights(model, twice)
-    same_tensors(model, make_model("qwen3", tie_word_embeddings=True))
+    assert_equal_tensors(model, make_model("qwen3", tie_word_embeddings=True))
     differing = rewrite(twice, tmp_path / "c", lambda t: t["lm_head.weight"][0].add_(1))
     with pytest.raises(CheckpointError, match=r"tied tensors with different values(?s:.*)tie_word_embeddings: false"):
         load_weights(model, differing)
 
 
-def test_wrapped_modules_have_clean_fqns(moe_folder, make_model, same_tensors) -> None:
+def test_wrapped_modules_have_clean_fqns(moe_folder, make_model) -> None:
     model = make_model("qwen3_moe", seed=1)
     model.model.layers[0] = torch.compile(model.model.layers[0])
     load_weights(model, moe_folder)
     model.model.layers[0] = model.model.layers[0]._orig_mod
-    same_tensors(model, make_model("qwen3_moe"))
+    assert_equal_tensors(model, make_model("qwen3_moe"))
 
 
 class Doubling:
@@ -370,13 +369,13 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_mismatches_raise_and_change_nothing(tmp_path, moe_folder, make_model, same_tensors, misfit: str) -> None:
+def test_mismatches_raise_and_change_nothing(tmp_path, moe_folder, make_model, misfit: str) -> None:
     change, message = MISFITS[misfit]
     folder = rewrite(moe_folder, tmp_path / "x", change)
     model = make_model("qwen3_moe", seed=1)
     with pytest.raises(CheckpointError, match=message):
         load_weights(model, folder)
-    same_tensors(model, make_model("qwen3_moe", seed=1))
+    assert_equal_tensors(model, make_model("qwen3_moe", seed=1))
 
 
 def test_one_error_lists_everything_and_is_short(tmp_path, moe_folder, make_model) -> None:

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from opslot._base.errors import CheckpointError, ConfigError
 from opslot.checkpoint import export_hf, load_weights, save_weights
 from opslot.checkpoint.save import parse_size
+from tests.equal import assert_equal_tensors
 
 
 def names_in(folder: Path) -> set[str]:
@@ -24,7 +25,7 @@ def names_in(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_loads_saved_weights(tmp_path, make_model, same_tensors, architecture: str, tied: bool) -> None:
+def test_transformers_loads_saved_weights(tmp_path, make_model, architecture: str, tied: bool) -> None:
     model = make_model(architecture, tie_word_embeddings=tied)
     save_weights(model, tmp_path / "ours", max_shard_size=6000)
     model.save_pretrained(tmp_path / "theirs")
@@ -32,22 +33,22 @@ def test_transformers_loads_saved_weights(tmp_path, make_model, same_tensors, ar
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert type(loaded) is type(model)
     assert not any(info.values()), info
-    same_tensors(loaded, model)
+    assert_equal_tensors(loaded, model)
     ours, theirs = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("ours", "theirs"))
     assert ours == theirs
 
 
 @pytest.mark.parametrize("layout", ["per_expert", "stacked", "transposed"])
-def test_each_layout_round_trips(tmp_path, make_model, same_tensors, layout: str) -> None:
+def test_each_layout_round_trips(tmp_path, make_model, layout: str) -> None:
     save_weights(make_model("qwen3_moe"), tmp_path / "x", layout=layout)
     model = make_model("qwen3_moe", device="meta")
     assert set(load_weights(model, tmp_path / "x").layouts.values()) == {layout}
-    same_tensors(model, make_model("qwen3_moe"))
+    assert_equal_tensors(model, make_model("qwen3_moe"))
 
 
-def test_transformers_loads_the_stacked_layout(tmp_path, make_model, same_tensors) -> None:
+def test_transformers_loads_the_stacked_layout(tmp_path, make_model) -> None:
     save_weights(make_model("qwen3_moe"), tmp_path / "x", layout="stacked")
-    same_tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x"), make_model("qwen3_moe"))
+    assert_equal_tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x"), make_model("qwen3_moe"))
 
 
 def test_dtype_is_saved(tmp_path, make_model) -> None:
@@ -79,7 +80,7 @@ def test_state_dict_with_strided_and_shared_tensors(tmp_path: Path) -> None:
     assert found["scalar"].shape == ()
 
 
-def test_replacing_an_older_checkpoint_leaves_no_stale_shard(tmp_path, make_model, same_tensors) -> None:
+def test_replacing_an_older_checkpoint_leaves_no_stale_shard(tmp_path, make_model) -> None:
     folder = tmp_path / "x"
     save_weights(make_model("qwen3_moe", seed=1), folder, max_shard_size="5KB")
     (folder / "notes.txt").write_text("mine")
@@ -89,14 +90,14 @@ def test_replacing_an_older_checkpoint_leaves_no_stale_shard(tmp_path, make_mode
     assert all(name.endswith("-of-00003.safetensors") for name in shards)
     model = make_model("qwen3_moe", device="meta")
     load_weights(model, folder)
-    same_tensors(model, make_model("qwen3_moe"))
+    assert_equal_tensors(model, make_model("qwen3_moe"))
     save_weights(model, folder)
     assert {file.name for file in folder.glob("*.safetensors*")} == {"model.safetensors"}
     assert (folder / "notes.txt").read_text() == "mine"
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_full_disk_keeps_the_old_checkpoint(tmp_path, make_model, same_tensors, monkeypatch) -> None:
+def test_full_disk_keeps_the_old_checkpoint(tmp_path, make_model, monkeypatch) -> None:
     folder = tmp_path / "x"
     save_weights(make_model("qwen3_moe", seed=1), folder, max_shard_size="10KB")
     synced = []
@@ -112,7 +113,7 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path, make_model, same_tensors, 
     assert list(tmp_path.iterdir()) == [folder], "nothing half-written is left behind"
     model = make_model("qwen3_moe", device="meta")
     load_weights(model, folder)
-    same_tensors(model, make_model("qwen3_moe", seed=1))
+    assert_equal_tensors(model, make_model("qwen3_moe", seed=1))
 
 
 def test_too_little_space_raises_before_writing(tmp_path, make_model, monkeypatch) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import opslot
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import save_weights
-from opslot.models._registry import MODEL_CONFIG_REGISTRY, MODELING_REGISTRY
+from tests.equal import assert_equal_tensors
 
 SIZES = {
     "vocab_size": 48,
@@ -115,11 +115,7 @@ ARCHES: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def restore_registries(monkeypatch) -> None:
-    """Restore the registries: error messages in other tests list the served architectures."""
-    for registry in (MODELING_REGISTRY, MODEL_CONFIG_REGISTRY):
-        monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+pytestmark = pytest.mark.usefixtures("restored_registries")
 
 
 def config_of(arch: str, **more: object) -> transformers.PreTrainedConfig:
@@ -155,17 +151,6 @@ def checkpoint_error(config: transformers.PreTrainedConfig, folder: Path) -> str
     return str(caught.value)
 
 
-def assert_same(found: nn.Module, wanted: nn.Module) -> None:
-    def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-        return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-
-    ours, theirs = tensors(found), tensors(wanted)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name], tensor), name
-
-
 @pytest.mark.parametrize("arch", ARCHES)
 def test_checkpoint_of_transformers_is_read_bit_for_bit(arch, tmp_path) -> None:
     wanted = original(arch)
@@ -176,8 +161,8 @@ def test_checkpoint_of_transformers_is_read_bit_for_bit(arch, tmp_path) -> None:
     assert stored == own or f'"{own}"' not in index
     found = opslot.build_foundation_model(tmp_path, weights_path=tmp_path, ops_implementation="eager")
     assert type(found).__module__ == f"opslot.generated.{arch}"
-    assert_same(found, type(wanted).from_pretrained(tmp_path))
-    assert_same(found, wanted)
+    assert_equal_tensors(found, type(wanted).from_pretrained(tmp_path))
+    assert_equal_tensors(found, wanted)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -257,8 +242,10 @@ def test_base_model_checkpoint(arch, tmp_path) -> None:
     wanted = original(arch, tie_word_embeddings=True)
     wanted.base_model.save_pretrained(tmp_path)
     config = config_of(arch, tie_word_embeddings=True)
-    assert_same(opslot.build_foundation_model(config, weights_path=tmp_path, ops_implementation="eager"), wanted)
-    assert_same(type(wanted).from_pretrained(tmp_path, config=config), wanted)
+    assert_equal_tensors(
+        opslot.build_foundation_model(config, weights_path=tmp_path, ops_implementation="eager"), wanted
+    )
+    assert_equal_tensors(type(wanted).from_pretrained(tmp_path, config=config), wanted)
 
 
 @pytest.mark.parametrize("layout", ["stacked", "per_expert", "transposed"])
@@ -267,7 +254,7 @@ def test_names_of_the_model_are_read_too(arch, layout, tmp_path) -> None:
     wanted = original(arch)
     save_weights(wanted, tmp_path / "own", layout=layout)
     found = opslot.build_foundation_model(config_of(arch), weights_path=tmp_path / "own", ops_implementation="eager")
-    assert_same(found, wanted)
+    assert_equal_tensors(found, wanted)
 
 
 def test_experts_in_two_layouts_raise(tmp_path) -> None:
@@ -289,7 +276,7 @@ def test_classifier_ignores_the_lm_head(tmp_path) -> None:
         architecture="MixtralForSequenceClassification",
         ops_implementation="eager",
     )
-    assert_same(found.model, wanted.model)
+    assert_equal_tensors(found.model, wanted.model)
 
 
 def load_sharded(folder: str) -> dict[str, Any]:

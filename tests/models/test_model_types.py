@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_ty
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import opslot
-from opslot.models import MODEL_CONFIG_REGISTRY, MODELING_REGISTRY, serve_model_type
+from opslot.models import serve_model_type
 from opslot.models._registry import find_architecture
 
 FOLDERS = Path(transformers.__file__).parent / "models"
@@ -29,11 +29,7 @@ def aliased_model_types() -> dict[str, str]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def restore_registries(monkeypatch) -> None:
-    """Restore the registries: error messages in other tests list the served architectures."""
-    for registry in (MODELING_REGISTRY, MODEL_CONFIG_REGISTRY):
-        monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+pytestmark = pytest.mark.usefixtures("restored_registries")
 
 
 def test_aliases_use_the_architecture_of_their_models() -> None:

@@ -17,7 +17,7 @@ from opslot._base.errors import ConfigError
 from opslot.checkpoint import load_weights, save_weights
 from opslot.distributed import ParallelPlan
 from opslot.models import _registry, register_architecture
-from opslot.models._registry import ARCHITECTURES, MODELING_REGISTRY, Registry, find_architecture
+from opslot.models._registry import ARCHITECTURES, Registry, find_architecture
 from opslot.models.discovery import collected_forms as collected
 from opslot.models.discovery import finder, register_forms
 from opslot.models.parallelize import parallel_plan
@@ -37,10 +37,9 @@ TINY = {
 
 
 @pytest.fixture(autouse=True)
-def restore_registries(monkeypatch):
+def restored_architectures(monkeypatch, restored_registries):
     monkeypatch.setattr(_registry, "ARCHITECTURES", dict(ARCHITECTURES))
     monkeypatch.setattr(finder, "_added", {})
-    monkeypatch.setattr(MODELING_REGISTRY, "_factories", dict(MODELING_REGISTRY._factories))
 
 
 def build(arch="arcee"):

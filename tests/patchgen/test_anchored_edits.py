@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
 from opslot.patchgen import PatchConfig, PatchError, Slot
-
-
-def lines(text: str) -> str:
-    return textwrap.dedent(text).strip("\n") + "\n"
-
+from tests.patchgen.text import lines
 
 LAYER = """
     class Layer(Module):
