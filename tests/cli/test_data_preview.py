@@ -7,11 +7,8 @@ import shutil
 import pytest
 
 from opslot.cli import main
+from tests.chat import write_chat_model
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
 QWEN3 = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -30,10 +27,7 @@ QWEN3 = {
 @pytest.fixture
 def model(tmp_path, tokenizer):
     folder = tmp_path / "model"
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(QWEN3))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    write_chat_model(folder, tokenizer, QWEN3)
     return folder
 
 

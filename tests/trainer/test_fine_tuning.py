@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from opslot._base.device import DeviceFacts
 from opslot.cli import main
 from opslot.trainer import load_config
+from tests.chat import write_chat_model, write_chats
 from tests.trainer.runs import losses, run_config
 
 SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}}
@@ -22,18 +23,9 @@ SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}}
 def chats(settings, model_folder, tmp_path, tokenizer):
     """Settings of task sft on conversations of different lengths, and a Qwen3-MoE with a chat template."""
     model = tmp_path / "chat_model"
-    model.mkdir()
-    (model / "config.json").write_bytes((model_folder / "config.json").read_bytes())
-    tokenizer.save_pretrained(model)
-    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
-    template += "{% if add_generation_prompt %}a:{% endif %}"
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    write_chat_model(model, tokenizer, json.loads((model_folder / "config.json").read_text()))
     file = tmp_path / "chat.jsonl"
-    with file.open("w") as lines:
-        for i in range(24):
-            talk = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"<{i}>" + "!" * (i % 5)}]
-            lines.write(json.dumps({"messages": talk}) + "\n")
+    write_chats(file)
     settings["data"] |= {"train_path": str(file), "max_seq_len": 64}
     return settings | {"task": "sft", "model": {"config_path": str(model)}}
 

@@ -16,12 +16,9 @@ from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.parse import to_yaml
 from opslot.trainer.run_data import set_sample_length
+from tests.chat import TEMPLATE, write_chat_model, write_chats
 from tests.trainer.runs import trainer_of
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
 QWEN3 = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,16 +38,9 @@ QWEN3 = {
 def chat_settings(settings, tmp_path, tokenizer):
     """Settings of task sft on 24 short conversations; the tokenizer has a chat template."""
     model = tmp_path / "chat_model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(QWEN3))
-    tokenizer.save_pretrained(model)
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    write_chat_model(model, tokenizer, QWEN3)
     file = tmp_path / "chat.jsonl"
-    with file.open("w") as lines:
-        for i in range(24):
-            talk = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"<{i}>" + "!" * (i % 5)}]
-            lines.write(json.dumps({"messages": talk}) + "\n")
+    write_chats(file)
     settings["task"] = "sft"
     settings["model"] = {"config_path": str(model)}
     settings["data"] |= {"train_path": str(file), "max_seq_len": 64}
