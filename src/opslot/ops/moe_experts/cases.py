@@ -117,24 +117,7 @@ _DEEPSEEK_V4 = partial(_bounded, limit=10.0)
 _GPT_OSS = partial(_biased, limit=7.0)
 
 
-def _cases_of(form: Form, timed: Form) -> list[InputCase]:
-    return [
-        _case("plain", 97, 4, 2, 64, 32, form=form),
-        _case("float32 routing weights", 97, 4, 2, 64, 32, float32_weights=True, form=form),
-        _case("empty experts", 21, 8, 2, 32, 48, hit=3, form=form),
-        _case("one expert gets all", 50, 6, 1, 32, 16, hit=1, form=form),
-        _case("experts of other ranks", 99, 4, 3, 64, 32, sentinels=0.6, float32_weights=True, form=form),
-        _case("all on other ranks", 9, 4, 2, 32, 16, sentinels=1.1, form=form),
-        _case("odd sizes", 19, 5, 3, 45, 27, form=form),
-        _case("one token", 1, 8, 8, 32, 48, form=form),
-        _case("no tokens", 0, 4, 2, 32, 16, form=form),
-        _case("several tiles", 130, 2, 1, 136, 72, form=form),
-        _case("gpt-oss-20b layer, T=8192", 8192, 32, 4, 2880, 2880, form=timed, role="bench"),
-        _case("gpt-oss-20b layer, T=1024", 1024, 32, 4, 2880, 2880, form=timed, role="bench"),
-    ]
-
-
-def _unbounded_checks(form: Form | None = None) -> list[InputCase]:
+def _checks(form: Form | None = None) -> list[InputCase]:
     return [
         _case("plain", 97, 4, 2, 64, 32, form=form),
         _case("float32 routing weights", 97, 4, 2, 64, 32, float32_weights=True, form=form),
@@ -151,6 +134,13 @@ def _unbounded_checks(form: Form | None = None) -> list[InputCase]:
     ]
 
 
+def _gpt_oss_layers(form: Form) -> list[InputCase]:
+    return [
+        _case(f"gpt-oss-20b layer, T={tokens}", tokens, 32, 4, 2880, 2880, form=form, role="bench")
+        for tokens in (8192, 1024)
+    ]
+
+
 def _qwen3(tokens: int, form: Form | None = None) -> InputCase:
     name = f"Qwen3-30B-A3B layer, T={tokens}"
     return _case(name, tokens, 128, 8, 2048, 768, float32_weights=True, form=form, role="bench")
@@ -161,7 +151,7 @@ def _with(name: str, dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str,
 
 
 CASES = [
-    *_unbounded_checks(),
+    *_checks(),
     *(_case(name, 23, 4, 2, 40, 24, form=partial(_with, name)) for name in ACTIVATIONS if name != "silu"),
     _qwen3(16384),
     _case("DeepSeek-V3 slice E=32, T=8192", 8192, 32, 8, 7168, 2048, float32_weights=True, role="bench"),
@@ -180,20 +170,21 @@ def benchmark_case(shape: Mapping[str, int], tokens: int, form: Form | None = No
 CLAMPED_CASES = [
     _case("bounded and offset", 61, 4, 2, 40, 24, form=_bounded_with_offset),
     _case("bounded after the activation", 61, 4, 2, 40, 24, form=_bounded_activation),
-    *_cases_of(_bounded, _DEEPSEEK_V4),
+    *_checks(_bounded),
+    *_gpt_oss_layers(_DEEPSEEK_V4),
 ]
-BIASED_CASES = _cases_of(_biased, _GPT_OSS)
+BIASED_CASES = [*_checks(_biased), *_gpt_oss_layers(_GPT_OSS)]
 TRANSPOSED_CASES = [
-    *_unbounded_checks(_transposed),
+    *_checks(_transposed),
     _case("Llama 4 Scout layer, T=4096", 4096, 16, 1, 5120, 8192, form=_transposed, role="bench"),
     _case("Aria layer, T=8192", 8192, 64, 6, 2560, 1664, form=_transposed, role="bench"),
 ]
 UNGATED_CASES = [
-    *_unbounded_checks(_ungated),
+    *_checks(_ungated),
     _case("silu", 23, 4, 2, 40, 24, form=partial(_ungated, activation="silu")),
     _case("Nemotron-3-Nano layer, T=8192", 8192, 128, 6, 2688, 1856, form=_ungated, role="bench"),
 ]
-SPLIT_CASES = [*_unbounded_checks(_split), _qwen3(16384, _split), _qwen3(256, _split)]
+SPLIT_CASES = [*_checks(_split), _qwen3(16384, _split), _qwen3(256, _split)]
 
 clamped_benchmark_case = partial(benchmark_case, form=_DEEPSEEK_V4)
 biased_benchmark_case = partial(benchmark_case, form=_GPT_OSS)
