@@ -3,7 +3,7 @@ import torch
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.trainer.kernels import kernel_record, pin_kernels
+from opslot.trainer.kernels import pin_kernels
 
 
 def build(model_folder, ops):
@@ -13,18 +13,18 @@ def build(model_folder, ops):
 
 def test_auto_takes_recorded_kernels(model_folder):
     model = build(model_folder, "auto")
-    before = kernel_record(model)
-    recorded = kernel_record(build(model_folder, "eager"))
+    before = opslot.explain(model).to_dict()
+    recorded = opslot.explain(build(model_folder, "eager")).to_dict()
     lines = pin_kernels(model, recorded)
     assert any("rms_norm stays eager as recorded" in line for line in lines)
-    assert {row["chosen"] for row in kernel_record(model)["rows"]} == {"eager"}
+    assert {row["chosen"] for row in opslot.explain(model).to_dict()["rows"]} == {"eager"}
     assert pin_kernels(model, recorded) == []
     assert any("rms_norm stays" in line for line in pin_kernels(build(model_folder, "auto"), recorded))
     assert pin_kernels(build(model_folder, "auto"), before) == []
 
 
 def test_named_kernel_overrides_the_record(model_folder):
-    recorded = kernel_record(build(model_folder, "auto"))
+    recorded = opslot.explain(build(model_folder, "auto")).to_dict()
     model = build(model_folder, {"rms_norm_implementation": "eager"})
     lines = pin_kernels(model, recorded)
     changed = [row for row in recorded["rows"] if row["op"] == "rms_norm" and row["chosen"] != "eager"]
@@ -34,7 +34,7 @@ def test_named_kernel_overrides_the_record(model_folder):
 
 def test_unsupported_recorded_kernel_raises(model_folder):
     model = build(model_folder, "auto")
-    recorded = kernel_record(model)
+    recorded = opslot.explain(model).to_dict()
     for row in recorded["rows"]:
         if row["op"] == "rms_norm":
             row["chosen"] = "npu"

@@ -46,7 +46,6 @@ from opslot.trainer.callbacks.writers import (
 from opslot.trainer.checkpointing import CHECKPOINTS, find_checkpoints
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
-from opslot.trainer.kernels import kernel_record
 from opslot.trainer.loss_scaling import LossScaler
 from opslot.trainer.optimizer import build_optimizer, learning_rate, require_same_optimizer, set_learning_rate
 from opslot.trainer.output_lock import OutputLock
@@ -317,7 +316,7 @@ class BaseTrainer(ABC):
                     "best": self.best.state_dict(),
                     "random": gather_objects(random_states()),
                 },
-                kernel_record(self.model),
+                explain(self.model).to_dict(),
             )
         )
 
@@ -486,7 +485,7 @@ class BaseTrainer(ABC):
             path.rename(older)
         write_text(path, text)
         write_text(self.output_dir / "kernels.txt", f"{explain(self.model)}\n")
-        write_json(self.output_dir / "kernels.json", kernel_record(self.model))
+        write_json(self.output_dir / "kernels.json", explain(self.model).to_dict())
 
     @contextlib.contextmanager
     def _closing_callbacks(self) -> Iterator[None]:

@@ -12,18 +12,13 @@ from opslot.distributed import gather_objects
 from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, bind, bound_config, explain
 
 
-def kernel_record(model: nn.Module) -> dict[str, Any]:
-    """The kernel table of `model` as plain data."""
-    return explain(model).to_dict()
-
-
 def require_same_kernels(model: nn.Module) -> None:
     """Check that all ranks compute with the same kernels; other packages or profiles select others.
 
     Raises:
         ConfigError: on every rank; names the first modules and what each rank selected there.
     """
-    by_rank = [_choices(record) for record in gather_objects(kernel_record(model))]
+    by_rank = [_choices(record) for record in gather_objects(explain(model).to_dict())]
     keys = dict.fromkeys(key for choices in by_rank for key in choices)
     differing = [
         f"{path or 'model'}: {op} is "
@@ -62,7 +57,7 @@ def pin_kernels(
     config = bound_config(model)
     if config is None:
         return []
-    now = _choices(kernel_record(model))
+    now = _choices(explain(model).to_dict())
     lines: list[str] = []
     fields = config.to_dict()
     overrides = fields.setdefault("overrides", {})
