@@ -12,7 +12,20 @@ from opslot.ops.rotary_pos_emb.op import OP
 from opslot.slots import KERNEL_REGISTRY
 
 KERNEL_REGISTRY.register_op(OP)
-add_triton_kernel(OP, priority={H200: 80}, description="q and k in one launch, no copies")
+_WITH_NORM = [name for name in OP.variants if "norm" in name]
+add_triton_kernel(
+    OP,
+    [name for name in OP.variants if name not in _WITH_NORM],
+    priority={H200: 80},
+    description="q and k in one launch, no copies",
+)
+add_triton_kernel(
+    OP,
+    _WITH_NORM,
+    factory="norm_triton:{variant}",
+    priority={H200: 80},
+    description="both norms and the rotation of q and k in one launch, deterministic",
+)
 add_torch_kernel(
     OP,
     ["full", "full_fp32", "single", "half_cos_sin", "partial"],

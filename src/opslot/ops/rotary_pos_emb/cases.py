@@ -163,6 +163,48 @@ def make_latent_benchmark_case(cos_layout: str) -> Callable[[Mapping[str, int], 
     return benchmark_case
 
 
+def _with_weights(
+    case: InputCase, *, weight_dtype: torch.dtype | None = None, scale: float = 1.0, **options: bool
+) -> InputCase:
+    """The case with weights of the RMSNorms of q and k."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        made = case.make(dtype, device, generator)
+        width = made["q"].shape[-1]
+        for name in ("q_weight", "k_weight"):
+            weight = randn((width,), weight_dtype or dtype, device, generator) * 0.2
+            made[name] = weight if options.get("weight_offset") else weight + 1.0
+        scaled = {name: made[name] * scale for name in ("q", "k")} if scale != 1.0 else {}
+        return {**made, **scaled, "q_eps": 1e-6, "k_eps": 1e-5, **options}
+
+    return replace(case, make=make)
+
+
+def norm_cases(ratio: int = 1) -> list[InputCase]:
+    """The cases of the variants with RMSNorm; the rotary size is D / `ratio`."""
+    rotations = [case for case in cases(ratio) if case.name != "angles of all rows"]
+    first = rotations[0]
+    return [
+        *(_with_weights(case) for case in rotations),
+        _with_weights(replace(first, name="weight offset"), weight_offset=True),
+        _with_weights(replace(first, name="cast after weight"), cast_after_weight=True),
+        _with_weights(replace(first, name="fp32 weights"), weight_dtype=torch.float32),
+        _with_weights(replace(first, name="fp32 weights, offset"), weight_dtype=torch.float32, weight_offset=True),
+        _with_weights(replace(first, name="tiny values"), scale=1e-3),
+        _with_weights(replace(first, name="large values"), scale=1e3),
+        _with_weights(_case("heads of 256", (1, 3, 5, 2, 256), rotary=256 // ratio)),
+        _with_weights(_case("many heads", (1, 2, 70, 3, 128), rotary=128 // ratio)),
+        *([_with_weights(replace(cases()[0], name="every channel"))] if ratio > 1 else []),
+    ]
+
+
+def make_norm_benchmark_case(ratio: int) -> Callable[[Mapping[str, int], int], InputCase]:
+    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
+        return _with_weights(make_benchmark_case(ratio, "twice")(shape, tokens))
+
+    return benchmark_case
+
+
 def as_single(case: InputCase) -> InputCase:
     """The case with `x` instead of q and k."""
 

@@ -28,6 +28,8 @@ from opslot.ops.rotary_pos_emb.cases import (
     latent_cases,
     make_benchmark_case,
     make_latent_benchmark_case,
+    make_norm_benchmark_case,
+    norm_cases,
 )
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
@@ -183,6 +185,68 @@ def multimodal(
     return full(q, k, merge_sections(cos, mrope_section), merge_sections(sin, mrope_section), unsqueeze_dim)
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: bool, cast_after_weight: bool) -> Tensor:
+    """As the variants `standard`, `weight_offset` and `cast_after_weight` of rms_norm."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight_offset:
+        return (normalized * (1.0 + weight.to(normalized.dtype))).to(x.dtype)
+    if cast_after_weight:
+        return (weight.to(normalized.dtype) * normalized).to(x.dtype)
+    return weight * normalized.to(x.dtype)
+
+
+def _with_norm(rotate: Callable[..., Any], description: str, *, norm_last: bool = False) -> OpVariant:
+    """The variant of `rotate` that also computes the RMSNorms of the heads of q and k, before or after it."""
+
+    def reference(
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        q_eps: float,
+        k_eps: float,
+        weight_offset: bool = False,
+        cast_after_weight: bool = False,
+        unsqueeze_dim: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """RMSNorm of each head with weights [D], and the rotation.
+
+        Args:
+            weight_offset: multiply by (1 + weight) in fp32, cast last, as Gemma and Qwen3.5.
+            cast_after_weight: multiply by the weight in fp32, cast last.
+        """
+
+        def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+            return _rms_norm(x, weight, eps, weight_offset, cast_after_weight)
+
+        if norm_last:
+            q, k = rotate(q, k, cos, sin, unsqueeze_dim)
+            return norm(q, q_weight, q_eps), norm(k, k_weight, k_eps)
+        return rotate(norm(q, q_weight, q_eps), norm(k, k_weight, k_eps), cos, sin, unsqueeze_dim)
+
+    name = f"{rotate.__name__}_norm" if norm_last else f"norm_{rotate.__name__}"
+    ratio = 4 if rotate is partial else 1
+    return OpVariant(
+        name,
+        reference,
+        norm_cases(ratio),
+        ("q", "k", "q_weight", "k_weight"),
+        _norm_cost,
+        static_shape=head_sizes,
+        benchmark_case=make_norm_benchmark_case(ratio),
+        extends=rotate.__name__,
+        description=description,
+    )
+
+
+def _norm_cost(arguments: Mapping[str, Any]) -> Cost:
+    """As `_cost`, and backward also reads q and k."""
+    return Cost(bytes=_cost(arguments).bytes + sum(arguments[n].numel() * arguments[n].element_size() for n in "qk"))
+
+
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward and backward each read and write q and k, or x, and read cos and sin."""
 
@@ -259,6 +323,11 @@ _VARIANTS = (
     ),
     _variant(gptj, gptj_cases(), "the first channels, GPT-J layout", ratio=2, cos_layout="first half"),
     _variant(gptj_fp32, gptj_cases(), "gptj in fp32, cast to the dtype of q", cos_layout="every second"),
+    _with_norm(full, "RMSNorm of the heads, then full"),
+    _with_norm(full_fp32, "RMSNorm of the heads, then full_fp32"),
+    _with_norm(partial, "RMSNorm of the heads, then partial"),
+    _with_norm(full, "full, then RMSNorm of the heads", norm_last=True),
+    _with_norm(full_fp32, "full_fp32, then RMSNorm of the heads", norm_last=True),
     _variant(vision, VISION_CASES, "[S, heads, D] in fp32", "rotary_pos_emb_vision_implementation", ratio=None),
     _variant(multimodal, MULTIMODAL_CASES, "cos and sin of three axes merged by sections", ratio=None),
 )

@@ -14,10 +14,10 @@ from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.rotary_pos_emb.kernels.rotate import launch_rotation
 from opslot.ops.rotary_pos_emb.op import merge_sections, with_batch
 
-_LABEL = "rotary_pos_emb_implementation='triton'"
+LABEL = "rotary_pos_emb_implementation='triton'"
 
 
-def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Dense, with the dimension order of `x`; contiguous if that would not keep channels adjacent."""
     out = torch.empty_like(x, dtype=dtype)
     return out if out.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -26,7 +26,7 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _allocate(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype, *options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    return _empty_like(q, dtype), None if k is None else _empty_like(k, dtype)
+    return empty_like(q, dtype), None if k is None else empty_like(k, dtype)
 
 
 _rotary = launch_op(
@@ -63,7 +63,7 @@ class _Rotary(torch.autograd.Function):
         return dq if need_q else None, dk if need_k else None, *[None] * 7
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, same_width: bool = True) -> None:
+def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, same_width: bool = True) -> None:
     """Raise for arguments that would give wrong results; `q` and `k` are [B, heads, S, D] here."""
     if q.ndim == k.ndim == 4 and q.dtype == k.dtype and cos.shape == sin.shape and cos.ndim == 3:
         batch, _, tokens, width = q.shape
@@ -87,19 +87,19 @@ def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, same_width: bool) -
     first = "x" if k is q else "q"
     for name, x in ((first, q), ("k", k), ("cos", cos), ("sin", sin)):
         if x.dtype not in FLOATS:
-            reject(_LABEL, name, unsupported_dtype(x.dtype), "use eager")
+            reject(LABEL, name, unsupported_dtype(x.dtype), "use eager")
         if x.ndim != (4 if name in "qkx" else 3):
-            reject(_LABEL, name, f"its shape is {tuple(x.shape)}", "use eager, or the layout of the op's contract")
+            reject(LABEL, name, f"its shape is {tuple(x.shape)}", "use eager, or the layout of the op's contract")
     if q.dtype != k.dtype:
-        reject(_LABEL, "k", f"its dtype is {k.dtype} beside q's {q.dtype}", "use eager")
+        reject(LABEL, "k", f"its dtype is {k.dtype} beside q's {q.dtype}", "use eager")
     batch, _, tokens, width = q.shape
     if (k.shape[0], k.shape[2]) != (batch, tokens) or (same_width and k.shape[3] != width):
-        reject(_LABEL, "k", f"its shape is {tuple(k.shape)} beside q's {tuple(q.shape)}", "use eager")
+        reject(LABEL, "k", f"its shape is {tuple(k.shape)} beside q's {tuple(q.shape)}", "use eager")
     name, x = ("cos", cos) if cos.requires_grad else ("sin", sin)
     if x.requires_grad:
-        reject(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
+        reject(LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
     name, x = ("sin", sin) if sin.shape != cos.shape else ("cos", cos)
-    reject(_LABEL, name, f"its shape is {tuple(x.shape)} for {first}'s {tuple(q.shape)}", "use eager")
+    reject(LABEL, name, f"its shape is {tuple(x.shape)} for {first}'s {tuple(q.shape)}", "use eager")
 
 
 def _apply(
@@ -126,17 +126,17 @@ def _apply(
     """
     cos, sin, unsqueeze_dim = with_batch(cos, sin, unsqueeze_dim)
     if unsqueeze_dim not in (1, 2):
-        reject(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
+        reject(LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
     swap = unsqueeze_dim == 2
     if swap:
         q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
-    _check(q, q if k is None else k, cos, sin, same_width=not last)
+    check(q, q if k is None else k, cos, sin, same_width=not last)
     rotary, width = cos.shape[-1] * (2 if half_cos_sin else 1), q.shape[-1]
     if last and k is not None:
         width = min(width, k.shape[-1])
     if rotary % 2 or rotary > width or (rotary != width and not (partial or last)):
         found = f"it has {cos.shape[-1]} channels for heads of {width}"
-        reject(_LABEL, "cos", found, "use eager, or the partial variant")
+        reject(LABEL, "cos", found, "use eager, or the partial variant")
     q, k = _Rotary.apply(q, k, cos, sin, keep_dtype, rotary, *interleaved, last)
     return (q.transpose(1, 2), None if k is None else k.transpose(1, 2)) if swap else (q, k)
 
@@ -181,9 +181,9 @@ def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """`op.vision` for float32, bfloat16 and float16, computed in fp32."""
     batched = [(x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2) for x in (q, k)]
     cos_sin = [x if x.ndim == 3 else x.unsqueeze(0) for x in (cos, sin)]
-    _check(batched[0], batched[1], cos_sin[0], cos_sin[1])
+    check(batched[0], batched[1], cos_sin[0], cos_sin[1])
     if cos.shape[-1] != q.shape[-1]:
-        reject(_LABEL, "cos", f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}", "use eager")
+        reject(LABEL, "cos", f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}", "use eager")
     q_out, k_out = (
         x.transpose(1, 2) for x in _Rotary.apply(*batched, *cos_sin, True, q.shape[-1], False, False, False)
     )
