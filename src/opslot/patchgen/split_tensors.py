@@ -26,13 +26,13 @@ class SplitTensor:
     concatenation: ast.Call
 
 
-# A statement, and the branches of `if` that it is in.
-_Placed = tuple[ast.stmt, tuple[tuple[ast.If, bool], ...]]
+# Branches of `if`: the statement, and whether it is the one where the test holds.
+Branches = tuple[tuple[ast.If, bool], ...]
 
 
 def split_and_concatenated(definition: ast.FunctionDef) -> Iterator[SplitTensor]:
     """The tensors of a method, in the order of its text."""
-    placed = list(_statements(definition.body))
+    placed = list(statements_run_once(definition.body))
     names = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
     for statement, branches in placed:
         parts = _split(statement)
@@ -59,13 +59,13 @@ def split_and_concatenated(definition: ast.FunctionDef) -> Iterator[SplitTensor]
             yield SplitTensor(tensor, first, last, changes, call)
 
 
-def _statements(body: list[ast.stmt], branches: tuple[tuple[ast.If, bool], ...] = ()) -> Iterator[_Placed]:
-    """Statements that run at most once."""
+def statements_run_once(body: list[ast.stmt], branches: Branches = ()) -> Iterator[tuple[ast.stmt, Branches]]:
+    """Statements that run at most once, and the branches that each is in."""
     for statement in body:
         yield statement, branches
         if isinstance(statement, ast.If):
-            yield from _statements(statement.body, (*branches, (statement, True)))
-            yield from _statements(statement.orelse, (*branches, (statement, False)))
+            yield from statements_run_once(statement.body, (*branches, (statement, True)))
+            yield from statements_run_once(statement.orelse, (*branches, (statement, False)))
 
 
 def _split(statement: ast.stmt) -> tuple[str, str, str] | None:
@@ -101,7 +101,7 @@ def _assigns(statement: ast.stmt, name: str) -> bool:
     )
 
 
-def _exclude_each_other(places: list[tuple[tuple[ast.If, bool], ...]]) -> bool:
+def _exclude_each_other(places: list[Branches]) -> bool:
     """Whether at most one of several statements in branches runs."""
     return all(
         any(one is other and then is not otherwise for one, then in a for other, otherwise in b)

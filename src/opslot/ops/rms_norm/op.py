@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opslot.ops._common.fused_norms import can_serve
 from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops.rms_norm.cases import cases, group_cases, make_benchmark_case
-from opslot.ops.rms_norm.fused_add import can_serve
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 from opslot.slots.protocol import declared_slots
 

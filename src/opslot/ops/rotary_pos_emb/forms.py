@@ -9,9 +9,13 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+# Discovery loads the forms of rms_norm first, so this does not import its package, which imports torch.
+from opslot.ops.rms_norm.forms import NORMS
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
+from opslot.patchgen.normed_heads import NormedHeads, normed_heads
 from opslot.patchgen.source import nodes_below
 from opslot.patchgen.split_tensors import SplitTensor, split_and_concatenated
 
@@ -229,14 +233,19 @@ class RotaryFunctions:
     rows: tuple[RotaryForm, ...]
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name in module.upstream.symbol_names:
-            if re.fullmatch(r"apply_\w*rotary\w*", name):
-                form = next((row for row in self.rows if row.matches(module, name)), None)
-                reason = _mismatch(module, name, form)
-                if form is None or reason:
-                    yield Skip(name, OP, reason)
-                else:
-                    yield _match(module, name, form)
+        for name, form in _functions(module, self.rows):
+            reason = _mismatch(module, name, form)
+            if form is None or reason:
+                yield Skip(name, OP, reason)
+            else:
+                yield _match(module, name, form)
+
+
+def _functions(module: ModuleView, rows: tuple[RotaryForm, ...]) -> Iterator[tuple[str, RotaryForm | None]]:
+    """The rotary functions of a module with their forms, None for others than the reviewed ones."""
+    for name in module.upstream.symbol_names:
+        if re.fullmatch(r"apply_\w*rotary\w*", name):
+            yield name, next((row for row in rows if row.matches(module, name)), None)
 
 
 def _mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
@@ -388,4 +397,100 @@ def _of_last_channels(name: str, method: str, split: SplitTensor, forms: list[Ro
         yield Match(name, OP, slot.variant, write)
 
 
-FORMS = (LatentQueries(ROWS), RotaryFunctions(ROWS))
+# What a rotary function computes -> the variants that also normalize, before it and after it.
+_WITH_NORM = {
+    "full": ("norm_full", "full_norm"),
+    "full_fp32": ("norm_full_fp32", "full_fp32_norm"),
+    "partial": ("norm_partial", None),
+}
+_NORM_OPTIONS = {
+    "standard": (),
+    "weight_offset": ("weight_offset=True",),
+    "cast_after_weight": ("cast_after_weight=True",),
+}
+
+
+@dataclass(frozen=True)
+class NormedAndRotated:
+    """Heads of queries and keys that have an RMSNorm right before or after the rotation.
+
+    The slots are next to those of the norms and of the rotary function, which serve where a kernel has no form of both,
+    or the norms may not be replaced.
+    """
+
+    rows: tuple[RotaryForm, ...]
+    norms: MethodForms
+
+    def find(self, module: ModuleView) -> Iterator[Match]:
+        rotations = [
+            (name, form)
+            for name, form in _functions(module, self.rows)
+            if form and form.variant in _WITH_NORM and not _mismatch(module, name, form)
+        ]
+        for owner, method in module.methods():
+            definition = module.upstream.find(method)
+            assert isinstance(definition, ast.FunctionDef)
+            found = [
+                (form, heads)
+                for name, form in rotations
+                if module.calls(method, name)
+                for heads in normed_heads(definition, name)
+            ]
+            if len(found) == 1:
+                yield from self._match(module, owner, method, *found[0])
+
+    def _match(
+        self, module: ModuleView, owner: str, method: str, form: RotaryForm, heads: NormedHeads
+    ) -> Iterator[Match]:
+        variant = _WITH_NORM[form.variant][heads.is_last]
+        row, other = (self._row(module, owner, _norm_name(norm)) for norm in heads.norms)
+        anchors = (heads.before, *heads.norms, heads.call)
+        is_found = all(module.count(method, ast.unparse(node)) == 1 for node in anchors)
+        if variant is not None and row is not None and row == other and is_found:
+            slot = Slot(OP, variant, name=f"{form.slot.suffix}_norm")
+            yield Match(owner, OP, variant, partial(_write_normed, method, slot, heads, row))
+
+    def _row(self, module: ModuleView, owner: str, norm: str) -> Reviewed | None:
+        """The form of the only class that a constructor gives the attribute `norm`, if a variant has it."""
+        made = set(re.findall(rf"self\.{norm} = (.+?)\(", module.text(f"{owner}.__init__")))
+        name = made.pop() if len(made) == 1 else ""
+        row = self.norms.row(module, name) if name in module.classes else None
+        return row if row is not None and row.variant in _NORM_OPTIONS and row.returns == "{call}" else None
+
+
+def _norm_name(call: ast.Call) -> str:
+    """The attribute of `self.<norm>(x)`."""
+    return ast.unparse(call.func).removeprefix("self.")
+
+
+def _write_normed(method: str, slot: Slot, heads: NormedHeads, row: Reviewed, patch: PatchConfig) -> None:
+    """Decide before the first of the calls; then skip the norms, and let the slot compute all three at the function."""
+    call = heads.call.value
+    assert isinstance(call, ast.Call)
+    kernel, norms = f"self.{slot.attribute}", [f"self.{_norm_name(norm)}" for norm in heads.norms]
+    tests = [f"{kernel} is not None", *heads.conditions, f"{kernel}.can_serve({', '.join(norms)})"]
+    patch.insert_after(method, ast.unparse(heads.before), f"with_norms = {' and '.join(tests)}")
+    for norm in heads.norms:
+        patch.replace(method, ast.unparse(norm), f"({ast.unparse(norm.args[0])} if with_norms else $match)")
+    q, k = map(ast.unparse, call.args[:2])
+    # Of each norm, "self.weight, self.eps".
+    values = [
+        row.args.removeprefix("{0}, ").format(x, rest="").replace("self.", f"{norm}.").rpartition(", ")
+        for x, norm in zip((q, k), norms, strict=True)
+    ]
+    arguments = [*map(ast.unparse, call.args), *(weight for weight, *_ in values), *(eps for *_, eps in values)]
+    options = [*_NORM_OPTIONS[row.variant], *map(ast.unparse, call.keywords)]
+    patch.replace(
+        method,
+        ast.unparse(heads.call),
+        f"""
+        if with_norms:
+            {q}, {k} = {kernel}({", ".join([*arguments, *options])})
+        else:
+            $match
+        """,
+        slot=slot,
+    )
+
+
+FORMS = (NormedAndRotated(ROWS, NORMS), LatentQueries(ROWS), RotaryFunctions(ROWS))

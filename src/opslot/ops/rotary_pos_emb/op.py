@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opslot.ops._common.fused_norms import can_serve
 from opslot.ops._common.model_config import head_sizes, latent_head_sizes
 from opslot.ops.rotary_pos_emb.cases import (
     MULTIMODAL_CASES,
@@ -335,5 +336,6 @@ _VARIANTS = (
 OP = OpSpec(
     name="rotary_pos_emb",
     description="rotary position embedding of queries and keys",
+    can_serve=can_serve,
     variants={variant.name: variant for variant in _VARIANTS},
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -477,13 +476,9 @@ def _backward_kernel(
     if NEED_WEIGHT:
         row = (tl.program_id(0) * tl.num_programs(1) + group).to(tl.int64)
         WIDTH: tl.constexpr = 2 * HALF + PASS
-        _store_partial(
-            partial_ptr + row * WIDTH, q_first, q_second, q_passed, HALF, HALF_TILE, PASS, PASS_TILE
-        )
+        _store_partial(partial_ptr + row * WIDTH, q_first, q_second, q_passed, HALF, HALF_TILE, PASS, PASS_TILE)
         row += tl.num_programs(0) * tl.num_programs(1)
-        _store_partial(
-            partial_ptr + row * WIDTH, k_first, k_second, k_passed, HALF, HALF_TILE, PASS, PASS_TILE
-        )
+        _store_partial(partial_ptr + row * WIDTH, k_first, k_second, k_passed, HALF, HALF_TILE, PASS, PASS_TILE)
 
 
 _launch_forward = KernelLauncher(_forward_kernel)
