@@ -91,6 +91,43 @@ def test_norm_weight_is_unsharded_in_its_layer(ranks, recompute):
             torch.testing.assert_close(torch.tensor(grads[name]), parameter.grad, rtol=1e-4, atol=1e-5)
 
 
+NORM_ROTARY = {**FUSED_NORM, "rotary_pos_emb_implementation": "triton"}
+
+
+def norm_rotary(alone):
+    """Gradients with norms and rotation of heads in one kernel, and the types of the weights in its calls.
+
+    Args:
+        alone: a norm of heads in the first layer is an FSDP group of its own.
+    """
+    from opslot.ops.rotary_pos_emb import norm_triton
+
+    state = init_parallel_state(device_type="cpu")
+    model = tiny.build("qwen3", NORM_ROTARY)
+    if alone:
+        fully_shard(model.model.layers[0].self_attn.q_norm, mesh=state.fsdp_mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=state.fsdp_mesh)
+    fully_shard(model, mesh=state.fsdp_mesh)
+    ran, apply = [], norm_triton._norm_rotary
+    norm_triton._norm_rotary = lambda *args: (ran.append([type(x).__name__ for x in args[2:4]]), apply(*args))[1]
+    try:
+        (loss_of(model.train(), state) * state.dp_size).backward()
+    finally:
+        norm_triton._norm_rotary = apply
+    return ran, {name: p.grad.full_tensor().tolist() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_weights_of_head_norms_are_unsharded_in_attention(ranks, alone):
+    model = tiny.build("qwen3", NORM_ROTARY)
+    loss_of(model, opslot.distributed.ParallelState()).backward()
+    for ran, grads in ranks.run(norm_rotary, alone):
+        assert ran == [["Parameter", "Parameter"]] * (1 if alone else 2)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(torch.tensor(grads[name]), parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 def clipped(sizes, max_norm):
     """The norm that clip_grad_norm returned, and the norm of the full gradients afterwards."""
     state = init_parallel_state(device_type="cpu", **sizes)

@@ -101,7 +101,7 @@ def _normalize(first, second, passed, inside, eps, HALF: tl.constexpr, PASS: tl.
     """The normalized channels, and 1 / rms."""
     squares = _row_sum(first * first, second * second, passed * passed, PASS)
     # With eps=0, rows past the end, which are zeros, would make the weight's gradient NaN.
-    rstd = tl.where(inside, tl.rsqrt(squares / (2 * HALF + PASS) + eps), 0.0)
+    rstd = tl.rsqrt(tl.where(inside, squares / (2 * HALF + PASS) + eps, 1.0))
     return first * rstd, second * rstd, passed * rstd, rstd
 
 
