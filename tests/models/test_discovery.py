@@ -195,6 +195,12 @@ DENSE = {
     "ForSequenceClassification": {"cross_entropy_loss": ("cross_entropy_loss", "sequence_classification")},
     "ForTokenClassification": {"cross_entropy_loss": ("cross_entropy_loss", "sequence_classification")},
 }
+NORMED_HEADS = {
+    "Attention": {
+        "rotary_pos_emb": ("rotary_pos_emb", "full"),
+        "rotary_pos_emb_norm": ("rotary_pos_emb", "norm_full"),
+    },
+}
 EXPERTS = {
     "Experts": {"moe_experts": ("moe_experts", "standard")},
     "ForCausalLM": {
@@ -209,10 +215,10 @@ EXPERTS = {
     [
         ("llama", "Llama", DENSE),
         ("qwen2", "Qwen2", DENSE),
-        ("qwen3", "Qwen3", DENSE),
+        ("qwen3", "Qwen3", DENSE | NORMED_HEADS),
         ("seed_oss", "SeedOss", DENSE),
         ("mistral", "Mistral", DENSE),
-        ("qwen3_moe", "Qwen3Moe", DENSE | EXPERTS),
+        ("qwen3_moe", "Qwen3Moe", DENSE | NORMED_HEADS | EXPERTS),
     ],
 )
 def test_slots_of_generated_classes(arch, prefix, slots):
