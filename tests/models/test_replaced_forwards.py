@@ -72,6 +72,17 @@ def test_replaced_forward_that_calls_the_original_is_not_logged(caplog):
     assert not caplog.records
 
 
+def test_kernel_that_another_one_of_the_op_replaces_is_not_logged(caplog):
+    """That for norms and rotation of heads runs instead of that for the rotation alone."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES)).train()
+    opslot.apply(model, {"rms_norm_implementation": "triton", "rotary_pos_emb_implementation": "triton"})
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.forward = functools.partial(type(attention).forward, attention)
+    model(input_ids=IDS)
+    assert not caplog.records
+
+
 def test_modules_with_one_replacement_are_logged_together(caplog):
     model = made()
     for layer in model.model.layers:
