@@ -233,7 +233,7 @@ def _with_norm(rotate: Callable[..., Any], description: str, *, norm_last: bool 
     return OpVariant(
         name,
         reference,
-        norm_cases(ratio),
+        norm_cases(ratio, every_norm=rotate is not full_fp32 and not norm_last),
         ("q", "k", "q_weight", "k_weight"),
         _norm_cost,
         static_shape=head_sizes,
