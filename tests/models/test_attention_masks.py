@@ -235,6 +235,30 @@ def test_causal_mask_overrides_a_module_that_is_not_causal():
         close(model(IDS, attention_mask=padding).last_hidden_state, expected, padding)
 
 
+@pytest.mark.parametrize("name", ["mistral", "llama4_text"])
+@pytest.mark.parametrize("kernel", ["sdpa", "triton", "auto"])
+def test_loss_of_the_first_token_after_padding_on_the_left(kernel, name):
+    """Its logits are those of the last padding, which attends to nothing; `-100` hides the labels of padding alone."""
+    if kernel == "triton" and (reason := KERNEL_REGISTRY.get("attention", "causal", kernel).unsupported_here()):
+        pytest.skip(reason)
+    model, expected = original(name), original(name)
+    expected.set_attn_implementation("sdpa")
+    opslot.apply(model, {"preset": "eager", "attn_implementation": kernel})
+    padding = torch.ones_like(IDS)
+    padding[0, :6] = 0
+    labels = IDS.masked_fill(padding == 0, -100)
+    found, wanted = (train(m, padding, labels) for m in (model, expected))
+    for part in wanted:
+        torch.testing.assert_close(found[part], wanted[part], rtol=1e-4, atol=1e-5)
+
+
+def train(model, padding, labels):
+    loss = model(IDS, attention_mask=padding, labels=labels, use_cache=False).loss
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "deepseek_v3"])
 def test_static_cache_equals_dynamic_cache_on_a_gpu(name):
     """`generate` compiles the model for a static cache."""

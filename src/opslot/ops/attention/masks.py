@@ -58,6 +58,8 @@ class Layout(NamedTuple):
         chunk: keys are visible to queries of the same chunk; chunks are counted from the start of each document.
         length: tokens of a row, where they are known.
         keys: without causality, those that are not padding. Cross attention has them alone, whatever the documents.
+        unseeing: bool [B, S], with causality, queries before the first key that is not padding, which attend to
+            nothing: their output is 0. A loss reads the last of them, which predicts the first token.
     """
 
     causal: bool | None = None
@@ -67,6 +69,7 @@ class Layout(NamedTuple):
     chunk: int | None = None
     length: int = 0
     keys: Keys | None = None
+    unseeing: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int]:
@@ -80,7 +83,7 @@ class Layout(NamedTuple):
 
     def of_document(self, length: int) -> Layout:
         """The mask of one document of `length` tokens alone."""
-        return self._replace(cu_seqlens=None, longest=None, length=length, keys=None)
+        return self._replace(cu_seqlens=None, longest=None, length=length, keys=None, unseeing=None)
 
     def repeat(self, *sizes: int) -> Tensor:
         """Called by the pooling of Siglip 2, whose `nn.MultiheadAttention` needs a dense mask [B, 1, 1, S_kv]."""
@@ -230,16 +233,18 @@ def _merged(parts: list[_Pattern | None]) -> _Pattern | None:
 
 def _layout(pattern: _Pattern, attention_mask: Tensor | None) -> Layout | str | None:
     """The layout of the global sequences; None if only causality limits attention; a string if it cannot be derived."""
-    starts, keys = None, None
+    starts, keys, unseeing = None, None, None
     if pattern.documents is not None:
         starts = pattern.documents.diff(dim=-1) != 0
     elif attention_mask is not None and not bool(attention_mask.all()):
         real = attention_mask.bool()
         starts = real.diff(dim=-1)
         keys = Keys.of(attention_mask) if pattern == _BIDIRECTIONAL else None
+        if pattern.causal and not bool(real[:, 0].all()):
+            unseeing = real.cumsum(-1) == 0
         if bool(((starts & real[:, 1:]).sum(-1) + real[:, 0] > 1).any()):
             return "padding between tokens" if keys is None else Layout(causal=False, keys=keys)
-    found = Layout(causal=pattern.causal, window=pattern.window, chunk=pattern.chunk, keys=keys)
+    found = Layout(pattern.causal, window=pattern.window, chunk=pattern.chunk, keys=keys, unseeing=unseeing)
     if starts is None:
         # The attribute `is_causal` of some encoders is wrong (Phi-4 multimodal).
         return None if pattern.causal and pattern.window is None and pattern.chunk is None else found
@@ -421,7 +426,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
         cross_attention: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        function = kernel
+        function, unseeing = kernel, None
         query, key, value = in_autocast_dtype(query, key, value)
         is_layout = isinstance(attention_mask, Layout)
         has_keys_alone = is_layout and attention_mask.keys is not None and attention_mask.cu_seqlens is None
@@ -440,6 +445,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
                 attention_mask = None
             function = (dense or kernel) if attention_mask is not None else kernel
         elif is_layout:
+            unseeing = attention_mask.unseeing
             kwargs, attention_mask = attention_mask.arguments(query, kwargs), None
         elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
             attention_mask, kwargs = _with_documents(attention_mask, query.shape[0], kwargs)
@@ -450,7 +456,8 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
                 f"{type(module).__name__} was given",
                 hint="use sdpa or eager",
             )
-        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        found = function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return found if unseeing is None else (found[0].masked_fill(unseeing[:, :, None, None], 0), *found[1:])
 
     attend.reads_layout = True  # type: ignore[attr-defined]
     return attend
