@@ -146,7 +146,11 @@ def _of_pairs(**form: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         """For float32, bfloat16 and float16, computed in fp32."""
-        return _apply(q, k, cos, sin, unsqueeze_dim, **form)
+        if q.dtype == k.dtype or not {q.dtype, k.dtype} <= FLOATS:
+            return _apply(q, k, cos, sin, unsqueeze_dim, **form)
+        # Under autocast a layer norm of the keys alone returns float32 (the indexer of HY-V4).
+        rotated_q, _ = _apply(q, None, cos, sin, unsqueeze_dim, **form)
+        return rotated_q, _apply(k, None, cos, sin, unsqueeze_dim, **form)[0]
 
     return rotate
 
