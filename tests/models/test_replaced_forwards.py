@@ -109,3 +109,24 @@ def test_attention_has_a_kernel_where_the_forward_of_its_model_was_replaced_befo
     assert "by tests.models.test_replaced_forwards.fused_head" in loss_row(model).why
     expected = model(input_ids=IDS, labels=IDS).loss
     torch.testing.assert_close(opslot.restore(model)(input_ids=IDS, labels=IDS).loss, expected)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3_text"])
+def test_hooks_of_accelerate_call_the_forward_that_reads_slots(arch):
+    """A `device_map` over several devices, or with offloaded weights, replaces the forward of each module.
+
+    The forward of Gemma's embedding calls `super()`, which fails in the original class of a module that was moved.
+    """
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **SIZES)).eval()
+    expected = model(input_ids=IDS).logits
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    assert opslot.apply(model, NAMED).chosen("rms_norm") == ("eager", "torch_fused")
+    norm = model.model.norm
+    assert norm._old_forward.__func__ is type(norm).forward
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+    opslot.restore(model)
+    assert norm._old_forward.__func__ is type(norm).forward
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=0, atol=0)

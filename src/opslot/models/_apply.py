@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
@@ -84,9 +85,21 @@ def _give_class(module: Any, old: type, new: type) -> None:
     if found is not None:
         _record_outputs_of(module)
     problem = overridden(new)
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not _move_hooked_forward(module, old, new):
         problem = f"forward was replaced on this instance before opslot.apply, by {replaced_by(module)}"
     set_replaced_forward(module, problem)
+
+
+def _move_hooked_forward(module: Any, old: type, new: type) -> bool:
+    """Let the hook of Accelerate that replaced a module's forward call that of the new class; False without one.
+
+    It calls `_old_forward`, a method of the class that the module had, where `super()` would fail.
+    """
+    hooked: Any = module.__dict__.get("_old_forward")
+    if getattr(hooked, "__func__", None) is not getattr(old, "forward", None) or hooked.__self__ is not module:
+        return False
+    module._old_forward = types.MethodType(new.forward, module)  # type: ignore[attr-defined]
+    return replaced_by(module) == "accelerate.hooks.add_hook_to_module"
 
 
 def restore(model: Any) -> Any:
@@ -109,6 +122,7 @@ def restore(model: Any) -> Any:
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None
         original = original or derived_from(type(module))
         if original is not None:
+            _move_hooked_forward(module, type(module), original)
             module.__class__ = original
             set_replaced_forward(module, None)
             _record_outputs_of(module)
@@ -163,6 +177,7 @@ def _check_sharded(path: str, cls: type) -> None:
 
 
 def _undo(moves: list[tuple[Any, type, type]]) -> None:
-    for module, old, _ in moves:
+    for module, old, new in moves:
+        _move_hooked_forward(module, new, old)
         module.__class__ = old
         set_replaced_forward(module, None)

@@ -6,6 +6,7 @@ MLP, and Accelerate sets one that calls the original under autocast. Only a call
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ def replaced_by(module: Any) -> str:
     forward = module.__dict__.get("forward")
     if forward is None:
         return ""
+    if isinstance(forward, functools.partial):
+        # That of Accelerate's hooks.
+        forward = forward.func
     function = getattr(forward, "__func__", forward)
     code = getattr(function, "__code__", None)
     if code is None:
