@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, masking_utils
 
 import opslot
@@ -275,3 +276,14 @@ def test_static_cache_equals_dynamic_cache_on_a_gpu(name):
         for cache in ("dynamic", "static")
     )
     torch.testing.assert_close(static, dynamic, rtol=1e-3, atol=1e-3)
+
+
+def test_fake_tensors():
+    """Estimates of memory run a model on tensors without values."""
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mistral", **{**SIZES, **KINDS["mistral"]}))
+        opslot.apply(model, {"preset": "eager", "attn_implementation": "sdpa"}, device="cpu")
+        ids = torch.zeros(2, 17, dtype=torch.long)
+        for given in ({"attention_mask": torch.ones_like(ids)}, {"position_ids": ids, "use_cache": False}, {}):
+            model(ids, labels=ids, **given).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 from transformers import masking_utils
 
@@ -337,6 +338,8 @@ def mask_function(
         }
         compiling = torch.compiler.is_compiling()
         pattern = None if compiling else _pattern_of(mask_function)
+        if isinstance(attention_mask, FakeTensor) or (pattern and isinstance(pattern.documents, FakeTensor)):
+            compiling, pattern = True, None
         is_causal = pattern is not None and pattern.causal
         # Without a mask, kernels align the last query with the last key. A static cache has unused keys after it; in a
         # compiled model its offset, a tensor, is all that shows it.
