@@ -60,7 +60,8 @@ def write_checkpoint(folder, model_type):
             # Embeddings of their own, behind those of text.
             getattr(thinker, name).vocab_offset = len(tokenizer) + 4 * place
             getattr(thinker, name).vocab_size = 4
-    if "Whisper" in type(getattr(processor, "feature_extractor", None)).__name__ and "max_length" in source:
+    extractor = type(getattr(processor, "feature_extractor", None)).__name__
+    if extractor.startswith("Moss") or ("Whisper" in extractor and "max_length" in source):
         # The frames of audio that is padded to 30 seconds.
         thinker.audio_config.max_source_positions = 1500
     if hasattr(getattr(thinker, "vision_config", None), "position_embedding_size"):
