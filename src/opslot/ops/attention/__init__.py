@@ -17,6 +17,11 @@ def _head_dim_to_256(request: KernelRequest) -> str | None:
     return None if widest <= 256 else f"supports head_dim up to 256, this model has {widest}"
 
 
+def _head_dim_to_512(request: KernelRequest) -> str | None:
+    widest = max((max(widths) for widths in options_of(request).widths), default=0)
+    return None if widest <= 512 else f"supports head_dim up to 512, this model has {widest}"
+
+
 def _head_dim_from_16(request: KernelRequest) -> str | None:
     narrowest = min((min(widths) for widths in options_of(request).widths), default=16)
     return None if narrowest >= 16 else f"supports head_dim from 16, this model has {narrowest}"
@@ -119,6 +124,7 @@ def _flash(
         OP,
         f"flash_attention_{version}",
         factory,
+        _OF_ALL_KEYS,
         hardware=HardwareRequirement("gpu", capability, (9, 0) if version == 3 else None),
         requires=packages,
         dtypes=HALF_FLOATS,
@@ -134,6 +140,7 @@ def _by_length() -> Callable[..., Any]:
     return make_attention()
 
 
+_OF_ALL_KEYS = ("causal", "bidirectional")
 _FLASH_4 = (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS)
 
 KERNEL_REGISTRY.register_op(OP)
@@ -141,6 +148,7 @@ add_kernel(
     OP,
     "sdpa",
     "sdpa:sdpa",
+    _OF_ALL_KEYS,
     supports=_all_of(_allowed("_supports_sdpa"), _no_softcap, _no_sinks, _no_dropout_on_cpu),
     priority={H200: 40, "cpu": 40},
     portable=True,
@@ -151,6 +159,7 @@ add_gpu_kernel(
     "cudnn",
     "sdpa:cudnn",
     (),
+    _OF_ALL_KEYS,
     capability=(9, 0),
     dtypes=HALF_FLOATS,
     supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to_256, _no_softcap, _no_sinks),
@@ -175,14 +184,23 @@ add_gpu_kernel(
 )
 add_triton_kernel(
     OP,
+    _OF_ALL_KEYS,
     factory="triton:attention",
     supports=_all_of(_head_dim_to_256, _no_dropout),
     priority={H200: _triton_priority},
     description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
 )
+add_triton_kernel(
+    OP,
+    ["compressed"],
+    factory="compressed:attention",
+    supports=_all_of(_head_dim_to_512, _no_dropout),
+    description="Triton, reads the window and the selected keys of each query",
+)
 # Slower than `triton`, so `auto` never selects it.
 add_triton_kernel(
     OP,
+    _OF_ALL_KEYS,
     name="batch_invariant",
     factory="batch_invariant:attention",
     supports=_all_of(_head_dim_to_256, _no_dropout),
@@ -192,6 +210,7 @@ add_kernel(
     OP,
     "flex_attention",
     "flex:flex_attention",
+    _OF_ALL_KEYS,
     hardware=HardwareRequirement("gpu", min_compute_capability=(8, 0)),
     supports=_all_of(_allowed("_supports_flex_attn"), _head_dim_from_16, _no_sinks, _no_dropout),
     description="torch FlexAttention with block masks",

@@ -28,3 +28,22 @@ def or_bound_with_cu_seqlens(is_flash_attention_requested: Callable[..., bool]) 
 def cross_attention_argument(config: Any, is_cross: bool) -> dict[str, bool]:
     """The argument that marks a call of opslot's kernels as cross attention, whose keys have their own padding."""
     return {"cross_attention": True} if is_cross and is_own_attention(config._attn_implementation) else {}
+
+
+def takes_selected_keys(config: Any) -> bool:
+    """Whether attention takes the compressed keys that each query sees as indices or counts, instead of as a mask."""
+    return is_own_attention(config._attn_implementation)
+
+
+def selected_keys(config: Any, compressed: Any, selected: Any) -> dict[str, Any]:
+    """The arguments of opslot's kernels for `compressed` keys [B, 1, T, D] after those of tokens.
+
+    Args:
+        selected: indices [B, S, K] or counts [B or 1, S] of those that a query sees; None for all.
+    """
+    if not takes_selected_keys(config):
+        return {}
+    if selected is not None and selected.dim() == 2:
+        # Of positions that all rows share.
+        selected = selected.expand(compressed.shape[0], -1)
+    return {"compressed_keys": compressed.shape[2], "selected": selected}

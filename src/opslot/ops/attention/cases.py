@@ -63,6 +63,51 @@ def _case(
     return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
 
 
+def _compressed_case(
+    name: str,
+    shape: tuple[int, int, int, int],
+    rate: int | None = None,
+    top: int | None = None,
+    role: str = "check",
+    padding: tuple[int, ...] = (),
+    **options: Any,
+) -> InputCase:
+    """Keys of `rate` tokens each beside those of a window, all earlier ones or `top` of them.
+
+    Args:
+        padding: tokens at the start of each row that are padding.
+    """
+    batch, heads, length, width = shape
+    keys = 0 if rate is None else length // rate
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "module": _Module(causal=True),
+            "query": randn((batch, length, heads, width), dtype, device, generator).transpose(1, 2),
+            "key": randn((batch, 1, length + keys, width), dtype, device, generator),
+            "value": None,
+            "attention_mask": None,
+            "scaling": width**-0.5,
+            "s_aux": randn((heads,), dtype, device, generator),
+            **options,
+        }
+        token = torch.arange(length, device=device)
+        if rate is not None:
+            seen = ((token + 1) // rate).expand(batch, -1)
+            arguments |= {"compressed_keys": keys, "selected": seen}
+            if top is not None:
+                # Others for each query, none twice.
+                entry = (torch.arange(keys, device=device) + 7 * token[:, None]) % keys
+                entry = entry.where(entry < seen[..., None], -1)[..., :top]
+                arguments["selected"] = entry
+        if padding:
+            starts = torch.tensor(padding, device=device)
+            arguments["attention_mask"] = token >= starts[:, None]
+        return arguments
+
+    return InputCase(name, make, role, {"heads": heads, "head_dim": width})
+
+
 # Unequal, as in packed sequences.
 _DOCUMENTS = [2816, 1536, 1280, 1152, 1088, 1024, 1024, 1000, 960, 896, 832, 768, 704, 600, 448, 256]
 
@@ -85,6 +130,20 @@ CASES = {
         _case("16 x 1024, 32/8 heads, D=128", (16, 32, 8, 1024, 128), role="bench"),
         _case("16384 in 16 documents, 32/8 heads, D=128", (1, 32, 8, 16384, 128), _DOCUMENTS, role="bench"),
         _case("2 x 8192, 32/8 heads, D=64", (2, 32, 8, 8192, 64), role="bench"),
+    ],
+    "compressed": [
+        _compressed_case("a window and selected keys", (2, 4, 21, 32), rate=4, top=3, sliding_window=9),
+        _compressed_case("a window and all earlier keys", (1, 4, 30, 32), rate=8, sliding_window=9),
+        _compressed_case("more heads than a tile of them", (1, 36, 13, 64), rate=4, top=3, sliding_window=4),
+        _compressed_case("a window", (2, 3, 20, 24), sliding_window=9),
+        _compressed_case("padding before tokens", (2, 4, 20, 32), rate=4, top=4, sliding_window=9, padding=(0, 7)),
+        _compressed_case(
+            "4096, 64 heads, D=512, 512 of 1024", (1, 64, 4096, 512), 4, 512, role="bench", sliding_window=128
+        ),
+        _compressed_case("4096, 64 heads, D=512, 32 keys", (1, 64, 4096, 512), 128, role="bench", sliding_window=128),
+        _compressed_case(
+            "16384, 64 heads, D=512, 512 of 4096", (1, 64, 16384, 512), 4, 512, role="bench", sliding_window=128
+        ),
     ],
     "bidirectional": [
         _case("bidirectional", (2, 4, 4, 21, 64), causal=False),

@@ -215,7 +215,7 @@ def _has_chunks(function: Any) -> bool:
     return function.__qualname__.startswith("chunked_overlay") or any(map(_has_chunks, parts))
 
 
-def _pattern_of(mask_function: Any) -> _Pattern | None:
+def pattern_of(mask_function: Any) -> _Pattern | None:
     """The pattern of a whole mask; None where it cannot be read."""
     pattern = _read(mask_function)
     return None if pattern is None or pattern.causal is None else pattern
@@ -267,7 +267,7 @@ def local_mask_function(mask_function: Any, **given: Any) -> Layout | None:
     """
     if torch.compiler.is_compiling():
         return _chunked(given)
-    pattern = _pattern_of(mask_function)
+    pattern = pattern_of(mask_function)
     if pattern is None:
         raise KernelError(
             f"sequence parallelism cannot apply this mask ({_shown(mask_function)})",
@@ -337,7 +337,7 @@ def mask_function(
             **kwargs,
         }
         compiling = torch.compiler.is_compiling()
-        pattern = None if compiling else _pattern_of(mask_function)
+        pattern = None if compiling else pattern_of(mask_function)
         if isinstance(attention_mask, FakeTensor) or (pattern and isinstance(pattern.documents, FakeTensor)):
             compiling, pattern = True, None
         is_causal = pattern is not None and pattern.causal

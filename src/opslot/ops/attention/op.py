@@ -25,6 +25,7 @@ from opslot._base.errors import KernelError
 from opslot.ops._common.model_config import head_sizes
 from opslot.ops.attention.calls import CU_SEQLENS
 from opslot.ops.attention.cases import CASES, benchmark_case
+from opslot.ops.attention.compressed_reference import reference as compressed_reference
 from opslot.ops.attention.reference import OPTIONS, reference
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
 from opslot.slots.protocol import (
@@ -48,6 +49,19 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
     return Cost(bytes=(4 * q.numel() + 6 * k.numel()) * q.element_size(), flops=7 * heads * squares * width)
 
 
+def _compressed_cost(arguments: Mapping[str, Any]) -> Cost:
+    """Two matmuls in forward and five in backward, over the keys that the last query sees at most."""
+    q, k, keys = arguments["query"], arguments["key"], arguments.get("compressed_keys", 0)
+    batch, heads, length, width = q.shape
+    selected = arguments.get("selected")
+    if selected is not None:
+        # Of counts, half on average.
+        keys = min(keys, selected.shape[2]) if selected.dim() == 3 else keys / 2
+    seen = min(length, arguments.get("sliding_window") or length) + keys
+    bytes_moved = (4 * q.numel() + 3 * k.numel()) * q.element_size()
+    return Cost(bytes=bytes_moved, flops=int(14 * batch * heads * length * seen * width))
+
+
 def _applies_to(model: Any) -> str | None:
     """The variant of the attention modules that use the config of `model`; None where it has none.
 
@@ -60,7 +74,7 @@ def _applies_to(model: Any) -> str | None:
     variants = {found[0] for m in modules if (found := attention_options(m)) is not None}
     if not variants and not any(attention_skip(m) or _is_unknown_attention(m) for m in modules):
         return None
-    return "bidirectional" if variants == {"bidirectional"} else "causal"
+    return next((name for name in ("bidirectional", "compressed") if variants == {name}), "causal")
 
 
 def _is_unknown_attention(module: Any) -> bool:
@@ -152,6 +166,9 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
         kernel = masks.reads_layout(kernel, dense if falls_back else None)
     # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks.
     shown = chosen.replace("flash", "fa") + (CU_SEQLENS if _needs_cu_seqlens(model, slot) else "")
+    if slot.resolution.variant == "compressed":
+        # Of the same name for other variants, but another function.
+        shown += "_compressed"
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
     suffixes = [*(["or_dense"] if falls_back else []), *(["at_padding"] if at_padding else [])]
     name = ATTENTION_PREFIX + "_".join([shown, *suffixes, *wrappers])
@@ -197,12 +214,13 @@ def _runs(model: Any) -> str | None:
 
 
 def _variant(name: str, description: str) -> OpVariant:
+    compressed = name == "compressed"
     return OpVariant(
         name,
-        reference,
+        compressed_reference if compressed else reference,
         CASES[name],
-        ("query", "key", "value"),
-        _cost,
+        ("query", "key", "s_aux" if compressed else "value"),
+        _compressed_cost if compressed else _cost,
         # torch's fused CPU attention approximates exp with an error of 20 ULP.
         tolerance_ulps={"float32": 8},
         static_shape=head_sizes,
@@ -218,6 +236,7 @@ OP = OpSpec(
     variants={
         "causal": _variant("causal", "causal, grouped heads, packed documents"),
         "bidirectional": _variant("bidirectional", "of encoders and towers, packed documents"),
+        "compressed": _variant("compressed", "causal in a window and to compressed keys, with sinks (DeepSeek-V4)"),
     },
     applies_to=_applies_to,
     part=lambda module: attention_options(module) is not None or attention_skip(module) is not None,

@@ -1,0 +1,100 @@
+"""Attention to a sliding window and to compressed keys (DeepSeek-V4). Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+from opslot.slots.protocol import ATTENTION_OPTIONS, READS_PADDING
+
+OP, VARIANT = "attention", "compressed"
+_CALLS = "opslot.ops.attention.calls"
+_COMPRESSES = "self.compressor("
+
+ATTENTION = {
+    row.hash: row
+    for row in (
+        Reviewed(
+            "f44f25553185",
+            VARIANT,
+            "one key/value head with sinks: a window, and keys that `self.compressor` makes beside it",
+            "deepseek_v4",
+        ),
+    )
+}
+# Fingerprint of a compressor's forward, and where it returns which keys each query sees (`args`) instead of a mask:
+# `returns` is what it returns, before or after the statement.
+COMPRESSORS = {
+    row.hash: row
+    for row in (
+        Reviewed("a1bac9f1ea61", "indices", "keys that an indexer selects", "deepseek_v4"),
+        Reviewed("c7ef5c7b6b10", "indices", "keys that an indexer selects", "deepseek_v4 before 5.17"),
+        Reviewed("b1d0b0f8fac4", "counts", "all earlier keys", "deepseek_v4"),
+        Reviewed("28ad000bb5d0", "counts", "all earlier keys", "deepseek_v4 before 5.17"),
+    )
+}
+_IF_BOUND = "if takes_selected_keys(self.rotary_emb.config):\n    return compressed_kv, "
+
+
+@dataclass(frozen=True)
+class CompressedAttention:
+    """Attention classes with a compressor, and the classes of their compressors."""
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        for name, forward in module.methods():
+            if not is_compressed(module, forward):
+                continue
+            compressors = dict(_compressors(module))
+            unknown = [owner for owner, row in compressors.items() if row is None]
+            if module.fingerprint(forward) not in ATTENTION:
+                yield Skip(name, OP, "attends to compressed keys in another way than the reviewed forms")
+            elif unknown or not compressors:
+                yield Skip(name, OP, f"gets compressed keys from {unknown[0] if unknown else 'no class'}, not reviewed")
+            else:
+                kinds = {owner: row.variant for owner, row in compressors.items() if row is not None}
+                yield Match(name, OP, VARIANT, _Write(name, tuple(kinds.items())))
+
+
+def is_compressed(module: ModuleView, forward: str) -> bool:
+    text = module.text(forward)
+    return "ALL_ATTENTION_FUNCTIONS" in text and _COMPRESSES in text
+
+
+def _compressors(module: ModuleView) -> Iterator[tuple[str, Reviewed | None]]:
+    for name, forward in module.methods():
+        if name.endswith("Compressor"):
+            yield name, COMPRESSORS.get(module.fingerprint(forward) or "")
+
+
+@dataclass(frozen=True)
+class _Write:
+    """Declares the attention of class `name`, and passes it which keys each query sees instead of a mask of them."""
+
+    name: str
+    compressors: tuple[tuple[str, str], ...]
+
+    def __call__(self, patch: PatchConfig) -> None:
+        patch.slot_config([self.name], Slot(OP, VARIANT), depends=["eager_attention_forward"])
+        options = {"sliding_window": "sliding_window", "s_aux": "sinks", "dropout": "attention_dropout"}
+        patch.set_attribute(self.name, ATTENTION_OPTIONS, (VARIANT, options))
+        # Padding is compressed too, so the hidden states there reach other tokens.
+        patch.set_attribute(self.name, READS_PADDING, True)
+        forward = f"{self.name}.forward"
+        patch.insert_after(
+            forward,
+            "kv = torch.cat([kv, compressed_kv], dim=2)",
+            "kwargs |= selected_keys(self.config, compressed_kv, block_bias)",
+        )
+        # A padding mask stays one of the keys of tokens.
+        is_mask = "isinstance(attention_mask, torch.Tensor)"
+        patch.replace(forward, is_mask, f"({is_mask} and attention_mask.dim() == 4)")
+        patch.add_import(_CALLS, ["selected_keys", "takes_selected_keys"])
+        for compressor, kind in self.compressors:
+            scope = f"{compressor}.forward"
+            if kind == "indices":
+                patch.insert_after(scope, "top_k_indices = self.indexer($*args)", f"{_IF_BOUND}top_k_indices")
+            else:
+                counts = "(position_ids + 1) // self.compress_rate"
+                patch.insert_before(scope, "entry_indices = torch.arange($*args)", f"{_IF_BOUND}{counts}")
