@@ -1,4 +1,5 @@
-"""DeepSeek-V4: resizing the vocabulary resizes the tables of experts by token id too."""
+"""DeepSeek-V4: positions restart at packed documents, and resizing the vocabulary resizes the tables of experts by
+token id too."""
 
 from __future__ import annotations
 
@@ -6,6 +7,16 @@ from opslot.patchgen import PatchConfig
 from opslot.slots.protocol import ADOPT
 
 patch = PatchConfig("transformers.models.deepseek_v4.modeling_deepseek_v4")
+# Keys are compressed by position, counted from the start of the document.
+patch.insert_before(
+    "DeepseekV4Model.forward",
+    "position_ids is None",
+    """
+if position_ids is None and kwargs.get("cu_seq_lens_q") is not None:
+    position_ids = positions_in_documents(kwargs["cu_seq_lens_q"], inputs_embeds)
+""",
+)
+patch.add_import("opslot.ops._common.documents", ["positions_in_documents"])
 # New tokens take the experts of the first ones, which are spread over all experts.
 patch.override_method(
     "DeepseekV4PreTrainedModel._resize_token_embeddings",

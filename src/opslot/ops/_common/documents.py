@@ -166,6 +166,15 @@ def positions_of_documents(given: Mapping[str, Any]) -> Tensor | None:
     return positions if isinstance(positions, Tensor) and positions.dim() == 2 and not known else None
 
 
+def positions_in_documents(cu_seqlens: Tensor, states: Tensor) -> Tensor:
+    """position_ids [B, S] of packed documents for `states` [B, S, ...]; those after the last boundary are another."""
+    rows, length = states.shape[:2]
+    token = torch.arange(rows * length, device=states.device)
+    bounds = cu_seqlens.to(states.device, token.dtype)
+    start = bounds[torch.searchsorted(bounds[1:], token, right=True)]
+    return (token - start.maximum(token - token % length)).view(rows, length)
+
+
 # Transformers' decoders take them in this order.
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 
