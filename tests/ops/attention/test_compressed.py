@@ -9,7 +9,10 @@ from transformers import AttentionInterface
 
 import opslot
 from opslot._base.errors import KernelError
+from opslot.ops.attention import compressed_keys
+from opslot.ops.attention.cases import CASES
 from opslot.ops.attention.compressed import attention
+from opslot.ops.attention.compressed_reference import reference
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 
@@ -138,3 +141,16 @@ def test_implementation_for_other_attention_names_those_for_this_one():
         opslot.apply(
             deepseek_v4(num_hidden_layers=1, layer_types=["sliding_attention"]), {"attn_implementation": "sdpa"}
         )
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_gradient_of_keys_in_parts_of_queries(monkeypatch, tokens):
+    case = next(case for case in CASES["compressed"] if case.name.startswith("few of many"))
+    arguments = case.make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    query, selected = arguments["query"], arguments["selected"]
+    key = arguments["key"].requires_grad_()
+    wanted, got = (torch.autograd.grad(f(**arguments)[0].square().sum(), key)[0] for f in (reference, attention))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(compressed_keys, "_PARTS_BYTES", tokens * query.shape[0] * selected.shape[2] * 32 * 4)
+    (parts,) = torch.autograd.grad(attention(**arguments)[0].square().sum(), key)
+    torch.testing.assert_close(parts, got, rtol=1e-5, atol=1e-5)

@@ -1,8 +1,9 @@
 """Backward of attention to a window and to compressed keys, in Triton.
 
 One kernel over queries for dq, like forward, and one over blocks of keys for the gradient of keys, which are the values
-too. The second reads all queries that may see a block, and masks those that do not. No atomics, so the gradients are
-deterministic.
+too. The second reads all queries that may see a block, and masks those that do not. Where few of many keys are
+selected, a kernel over queries writes what each adds to the keys that it selects, and another one sums it by key. No
+atomics, so the gradients are deterministic.
 """
 
 from __future__ import annotations
@@ -102,6 +103,23 @@ def _dq_kernel(
         store_rows(dq_ptr + row * WIDTH, head * WIDTH, valid, dq * dscale, WIDTH, D)
 
 
+@triton.jit
+def _add_rows(dkv, kv, x, lse, delta, visible, scale, dscale):
+    """Add the gradient of the keys `kv` [N, D] from the M rows of dout and q by turns in `x` [2 * M, D].
+
+    One matmul with keys gives dweights and scores (transposed, [keys, rows]), and one with weights and dscores gives
+    both parts of the gradient.
+    """
+    BLOCK_N: tl.constexpr = kv.shape[0]
+    BLOCK_M: tl.constexpr = x.shape[0] // 2
+    both = dot(kv, tl.trans(x), tl.zeros((BLOCK_N, 2 * BLOCK_M), dtype=tl.float32))
+    dweights, scores = tl.split(both.reshape(BLOCK_N, BLOCK_M, 2))
+    weights = tl.where(visible, tl.exp2(scores * scale - lse[None, :]), 0.0)
+    dscores = weights * (dweights - delta[None, :]) * dscale
+    both = tl.join(weights, dscores).reshape(BLOCK_N, 2 * BLOCK_M)
+    return dot(downcast(both, x.dtype), x, dkv)
+
+
 @triton.jit(do_not_specialize=["heads", "queries", "first_key", "keys"])
 def _dkv_kernel(
     q_ptr,
@@ -172,8 +190,6 @@ def _dkv_kernel(
         real = tl.load(real_ptr + b * real_stride + offset, mask=valid, other=0)
         valid = valid & (real != 0)
     dkv = tl.zeros((BLOCK_N, D), dtype=tl.float32)
-    # A tile has the rows of dout and q by turns, so that one matmul with keys gives dweights and scores (transposed,
-    # [keys, rows]), and one with weights and dscores gives both parts of the gradient.
     line = tl.arange(0, 2 * BLOCK_M)
     rows = tl.arange(0, BLOCK_M)
     for i in tl.range(0, tl.cdiv((last - first) * heads, BLOCK_M), num_stages=STAGES):
@@ -213,15 +229,105 @@ def _dkv_kernel(
         )
         lse = tl.load(lse_ptr + row + rows, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + row + rows, mask=inside, other=0.0)
-        both = dot(kv, tl.trans(x), tl.zeros((BLOCK_N, 2 * BLOCK_M), dtype=tl.float32))
-        dweights, scores = tl.split(both.reshape(BLOCK_N, BLOCK_M, 2))
-        weights = tl.where(visible, tl.exp2(scores * scale - lse[None, :]), 0.0)
-        dscores = weights * (dweights - delta[None, :]) * dscale
-        both = tl.join(weights, dscores).reshape(BLOCK_N, 2 * BLOCK_M)
-        dkv = dot(downcast(both, x.dtype), x, dkv)
+        dkv = _add_rows(dkv, kv, x, lse, delta, visible, scale, dscale)
     dkv_ptr += (part * tl.num_programs(1) + b) * keys * WIDTH
     store_rows(dkv_ptr, offset * WIDTH, offset < keys, dkv, WIDTH, D)
 
 
+@triton.jit(do_not_specialize=["heads", "queries", "first_token", "first_key", "places"])
+def _selected_dkv_kernel(
+    q_ptr,
+    kv_ptr,
+    selected_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    parts_ptr,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    kv_batch_stride,
+    kv_token_stride,
+    selected_batch_stride,
+    selected_token_stride,
+    parts_batch_stride,
+    heads,
+    queries,
+    first_token,
+    first_key,
+    places,
+    scale,
+    dscale,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The part of one query in the gradient of each key that it selects, [tokens, places, WIDTH]."""
+    blocks = tl.cdiv(places, BLOCK_N)
+    place = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(0) // blocks
+    token = first_token + part
+    b = tl.program_id(1).to(tl.int64)
+    selected_ptr += b * selected_batch_stride + token.to(tl.int64) * selected_token_stride
+    entry = tl.load(selected_ptr + place, mask=place < places, other=-1).to(tl.int32)
+    valid = entry >= 0
+    if tl.max(entry, 0) >= 0:
+        q_head_stride = q_head_stride // UNIT * UNIT
+        q_ptr += b * (q_batch_stride // UNIT * UNIT) + token.to(tl.int64) * (q_token_stride // UNIT * UNIT)
+        kv_ptr += b * (kv_batch_stride // UNIT * UNIT)
+        kv = load_rows(kv_ptr + (first_key + entry) * (kv_token_stride // UNIT * UNIT), valid, WIDTH, D)
+        row = (b * queries + token) * heads
+        line = tl.arange(0, 2 * BLOCK_M)
+        rows = tl.arange(0, BLOCK_M)
+        dkv = tl.zeros((BLOCK_N, D), dtype=tl.float32)
+        for head in tl.range(0, heads, BLOCK_M, num_stages=STAGES):
+            inside = head + rows < heads
+            dout_lines = dout_ptr + row * WIDTH + (head + line // 2) * WIDTH
+            pointers = tl.where(line % 2 == 0, dout_lines, q_ptr + (head + line // 2) * q_head_stride)
+            x = load_rows(pointers, head + line // 2 < heads, WIDTH, D)
+            lse = tl.load(lse_ptr + row + head + rows, mask=inside, other=float("inf"))
+            delta = tl.load(delta_ptr + row + head + rows, mask=inside, other=0.0)
+            dkv = _add_rows(dkv, kv, x, lse, delta, valid[:, None] & inside[None, :], scale, dscale)
+        parts_ptr += b * parts_batch_stride + part.to(tl.int64) * places * WIDTH
+        store_rows(parts_ptr, place * WIDTH, valid, dkv, WIDTH, D)
+
+
+@triton.jit(do_not_specialize=["keys"])
+def _sum_parts_kernel(
+    parts_ptr,
+    order_ptr,
+    starts_ptr,
+    dkv_ptr,
+    parts_batch_stride,
+    order_stride,
+    starts_stride,
+    keys,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add to the gradient of a key, in float32, the parts of the queries that select it, in their order."""
+    key = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    start = tl.load(starts_ptr + b * starts_stride + key)
+    end = tl.load(starts_ptr + b * starts_stride + key + 1)
+    column = tl.arange(0, D)
+    inside = column < WIDTH
+    pointers = dkv_ptr + (b * keys + key) * WIDTH + column
+    total = tl.load(pointers, mask=inside, other=0.0)
+    for i in tl.range(start, end, BLOCK):
+        index = i + tl.arange(0, BLOCK)
+        valid = index < end
+        part = tl.load(order_ptr + b * order_stride + index, mask=valid, other=0)
+        rows = load_rows(parts_ptr + b * parts_batch_stride + part.to(tl.int64) * WIDTH, valid, WIDTH, D)
+        total += tl.sum(rows.to(tl.float32), 0)
+    tl.store(pointers, total, mask=inside)
+
+
+launch_selected_dkv = KernelLauncher(_selected_dkv_kernel)
+launch_sum_parts = KernelLauncher(_sum_parts_kernel)
 launch_dq = KernelLauncher(_dq_kernel)
 launch_dkv = KernelLauncher(_dkv_kernel)

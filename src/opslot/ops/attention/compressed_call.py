@@ -1,0 +1,102 @@
+"""Tiles of the kernels of `compressed.py`, and what their launches have in common."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from opslot._base.kernel_launch import cdiv, compute_capability
+from opslot.ops._common.specs import H200
+from opslot.ops.attention.kernels.compressed_forward import ALL, COUNTS, INDICES
+from opslot.ops.attention.kernels.intervals import intervals
+from opslot.ops.attention.triton import Tile
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles of the kernels. `rows` are query heads of one token; those of `dkv` are of several."""
+
+    forward: Tile
+    dq: Tile
+    dkv: Tile
+
+
+# By element size. These fit into 99 KiB of shared memory, that of the smallest supported GPUs, at the widest head.
+PLANS = {
+    2: Plan(Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 32, 4, 1)),
+    4: Plan(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+H200_PLANS = PLANS | {2: Plan(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2))}
+
+
+def plan(element_bytes: int, capability: tuple[int, int] | None) -> Plan:
+    return (H200_PLANS if capability == H200 else PLANS)[element_bytes]
+
+
+class Call:
+    """What the kernels' launches have in common."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        selected: Tensor | None,
+        real: Tensor | None,
+        cu_seqlens: Tensor | None,
+        compressed: int,
+        window: int | None,
+    ) -> None:
+        self.batch, self.queries, self.heads, self.width = q.shape
+        self.window_keys, self.compressed = kv.shape[1] - compressed, compressed
+        self.empty = 0 in q.shape
+        self.plan = plan(q.element_size(), compute_capability(q.device))
+        self.selected = None if selected is None else selected.contiguous()
+        self.kind = ALL if selected is None else COUNTS if selected.dim() == 2 else INDICES
+        self.places = selected.shape[2] if selected is not None and selected.dim() == 3 else 1
+        self.real = None if real is None else real.contiguous()
+        self.strides = (*q.stride()[:3], *kv.stride()[:2])
+        unit = 1 if functools.reduce(lambda a, b: a | b, self.strides) % 8 else 8
+        self.widths = (self.width, max(16, triton.next_power_of_2(self.width)), unit)
+        self.intervals = intervals(q, kv[:, : self.window_keys, None], cu_seqlens, None, True, window)
+
+    def rows(self, tile: Tile) -> int:
+        return min(tile.rows, max(16, triton.next_power_of_2(self.heads)))
+
+    def interval_strides(self) -> tuple[int, int]:
+        found = self.intervals
+        return 0 if found.shape[1] == 1 else found.stride(1), found.stride(0)
+
+    def selected_strides(self, selected: Tensor | None) -> tuple[int, int]:
+        return (0, 0) if selected is None else (selected.stride(0), selected.stride(1))
+
+    def real_stride(self) -> int:
+        return 0 if self.real is None else self.real.stride(0)
+
+    def by_token(self, tile: Tile) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...]]:
+        """Grid, strides and constants of the kernels over queries."""
+        rows = self.rows(tile)
+        grid = (self.queries * cdiv(self.heads, rows), self.batch, 1)
+        strides = (
+            *self.strides,
+            *self.interval_strides(),
+            *self.selected_strides(self.selected),
+            self.real_stride(),
+        )
+        places = triton.next_power_of_2(self.places)
+        constants = (self.kind, places, self.real is not None, *self.widths, rows, tile.keys, tile.stages)
+        return grid, strides, constants
+
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        return self.heads, self.queries, self.window_keys, self.compressed, self.places
+
+
+def pointer(x: Tensor | None, other: Tensor) -> Tensor:
+    """What a kernel gets for a tensor that it does not read where there is none, since it does arithmetic with it."""
+    return other if x is None else x
