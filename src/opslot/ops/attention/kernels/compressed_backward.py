@@ -94,9 +94,13 @@ def _dq_kernel(
                 i, window_blocks, start, end, limit, window_keys, selected_ptr, real_ptr, SELECTED, PADDED, BLOCK_N
             )
             kv = load_rows(kv_ptr + key * kv_token_stride, visible, WIDTH, D)
-            zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            scores = dot(q, tl.trans(kv), zeros)
-            dweights = dot(dout, tl.trans(kv), zeros)
+            # Always true, as in forward.
+            if queries > 0:
+                scores = dot(q, tl.trans(kv), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
+                dweights = dot(dout, tl.trans(kv), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
+            else:
+                scores = tl.full((BLOCK_M, BLOCK_N), scale, dtype=tl.float32)
+                dweights = scores
             weights = tl.exp2(scores * scale - lse[:, None])
             dscores = tl.where(visible[None, :], weights * (dweights - delta[:, None]), 0.0)
             dq = dot(downcast(dscores, kv.dtype), kv, dq)
@@ -104,7 +108,7 @@ def _dq_kernel(
 
 
 @triton.jit
-def _add_rows(dkv, kv, x, lse, delta, visible, scale, dscale):
+def _add_rows(dkv, kv, x, lse, delta, visible, scale, dscale, queries):
     """Add the gradient of the keys `kv` [N, D] from the M rows of dout and q by turns in `x` [2 * M, D].
 
     One matmul with keys gives dweights and scores (transposed, [keys, rows]), and one with weights and dscores gives
@@ -112,7 +116,11 @@ def _add_rows(dkv, kv, x, lse, delta, visible, scale, dscale):
     """
     BLOCK_N: tl.constexpr = kv.shape[0]
     BLOCK_M: tl.constexpr = x.shape[0] // 2
-    both = dot(kv, tl.trans(x), tl.zeros((BLOCK_N, 2 * BLOCK_M), dtype=tl.float32))
+    # Always true, as in forward.
+    if queries > 0:
+        both = dot(kv, tl.trans(x), tl.zeros((BLOCK_N, 2 * BLOCK_M), dtype=tl.float32))
+    else:
+        both = tl.full((BLOCK_N, 2 * BLOCK_M), scale, dtype=tl.float32)
     dweights, scores = tl.split(both.reshape(BLOCK_N, BLOCK_M, 2))
     weights = tl.where(visible, tl.exp2(scores * scale - lse[None, :]), 0.0)
     dscores = weights * (dweights - delta[None, :]) * dscale
@@ -229,7 +237,7 @@ def _dkv_kernel(
         )
         lse = tl.load(lse_ptr + row + rows, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + row + rows, mask=inside, other=0.0)
-        dkv = _add_rows(dkv, kv, x, lse, delta, visible, scale, dscale)
+        dkv = _add_rows(dkv, kv, x, lse, delta, visible, scale, dscale, queries)
     dkv_ptr += (part * tl.num_programs(1) + b) * keys * WIDTH
     store_rows(dkv_ptr, offset * WIDTH, offset < keys, dkv, WIDTH, D)
 
@@ -290,7 +298,7 @@ def _selected_dkv_kernel(
             x = load_rows(pointers, head + line // 2 < heads, WIDTH, D)
             lse = tl.load(lse_ptr + row + head + rows, mask=inside, other=float("inf"))
             delta = tl.load(delta_ptr + row + head + rows, mask=inside, other=0.0)
-            dkv = _add_rows(dkv, kv, x, lse, delta, valid[:, None] & inside[None, :], scale, dscale)
+            dkv = _add_rows(dkv, kv, x, lse, delta, valid[:, None] & inside[None, :], scale, dscale, queries)
         parts_ptr += b * parts_batch_stride + part.to(tl.int64) * places * WIDTH
         store_rows(parts_ptr, place * WIDTH, valid, dkv, WIDTH, D)
 
