@@ -1,4 +1,4 @@
-"""Collects the forms of all ops: `forms.py` of each folder in `opslot/ops`, and those that other packages register.
+"""Collects the forms of all ops: `forms.py` and `*_forms.py` of each folder in `opslot/ops`, and those that other packages register.
 
 Forms are read as files, without importing their ops: generating a module needs neither torch nor Transformers.
 """
@@ -59,8 +59,8 @@ def _modules() -> tuple[ModuleType, ...]:
     spec = importlib.util.find_spec(OPS_PACKAGE)
     assert spec is not None
     folders = [Path(place) for place in spec.submodule_search_locations or ()]
-    files = {file.parent.name: file for folder in folders for file in folder.glob("*/forms.py")}
-    own = [_load(f"{OPS_PACKAGE}.{op}.forms", file) for op, file in sorted(files.items())]
+    files = {f"{file.parent.name}.{file.stem}": file for folder in folders for file in folder.glob("*/*forms.py")}
+    own = [_load(f"{OPS_PACKAGE}.{name}", file) for name, file in sorted(files.items())]
     return (*own, *(_of_entry_point(point) for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
-from opslot.slots.protocol import ATTENTION_OPTIONS, READS_PADDING
+from opslot.slots.protocol import ATTENTION_OPTIONS, KEEPS_SEQUENCES, READS_PADDING
 
 OP, VARIANT = "attention", "compressed"
 _CALLS = "opslot.ops.attention.calls"
@@ -44,7 +44,7 @@ class CompressedAttention:
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
-            if not is_compressed(module, forward):
+            if not _is_compressed(module, forward):
                 continue
             compressors = dict(_compressors(module))
             unknown = [owner for owner, row in compressors.items() if row is None]
@@ -57,7 +57,7 @@ class CompressedAttention:
                 yield Match(name, OP, VARIANT, _Write(name, tuple(kinds.items())))
 
 
-def is_compressed(module: ModuleView, forward: str) -> bool:
+def _is_compressed(module: ModuleView, forward: str) -> bool:
     text = module.text(forward)
     return "ALL_ATTENTION_FUNCTIONS" in text and _COMPRESSES in text
 
@@ -81,6 +81,9 @@ class _Write:
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (VARIANT, options))
         # Padding is compressed too, so the hidden states there reach other tokens.
         patch.set_attribute(self.name, READS_PADDING, True)
+        # Also layers without a compressor run once for each document: masks may not separate documents, as with the cache
+        # that the model always makes in Transformers 5.9.
+        patch.set_attribute(self.name, KEEPS_SEQUENCES, f"{self.name} has layers that compress keys of the sequence")
         forward = f"{self.name}.forward"
         patch.insert_after(
             forward,
@@ -98,3 +101,6 @@ class _Write:
             else:
                 counts = "(position_ids + 1) // self.compress_rate"
                 patch.insert_before(scope, "entry_indices = torch.arange($*args)", f"{_IF_BOUND}{counts}")
+
+
+FORMS = (CompressedAttention(),)

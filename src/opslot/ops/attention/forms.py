@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from opslot.ops.attention.compressed_forms import CompressedAttention, is_compressed
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.source import nodes_below
@@ -119,7 +118,8 @@ class Attention:
             # Its config has an implementation too, which decides how its masks look.
             yield Skip(maker, OP, "makes masks for parts with configs of their own")
         for name, forward in module.methods():
-            if "ALL_ATTENTION_FUNCTIONS" not in module.text(forward) or is_compressed(module, forward):
+            # Those with a compressor are in compressed_forms.py.
+            if "ALL_ATTENTION_FUNCTIONS" not in module.text(forward) or "self.compressor(" in module.text(forward):
                 continue
             eager = _eager_function(module, forward)
             variant = _variant(module, name)
@@ -471,7 +471,6 @@ def other_masks(module: ModuleView, needed: bool = True, by_mask: bool = False) 
 
 FORMS = (
     Attention(),
-    CompressedAttention(),
     OwnAttention(),
     CuSeqlensForFlash(),
     ReadsPadding(),
