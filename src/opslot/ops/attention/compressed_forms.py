@@ -81,8 +81,8 @@ class _Write:
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (VARIANT, options))
         # Padding is compressed too, so the hidden states there reach other tokens.
         patch.set_attribute(self.name, READS_PADDING, True)
-        # Also layers without a compressor run once for each document: masks may not separate documents, as with the cache
-        # that the model always makes in Transformers 5.9.
+        # Also layers without a compressor run once for each document: masks may not separate documents, as with the
+        # cache that the model always makes in Transformers 5.9.
         patch.set_attribute(self.name, KEEPS_SEQUENCES, f"{self.name} has layers that compress keys of the sequence")
         forward = f"{self.name}.forward"
         patch.insert_after(

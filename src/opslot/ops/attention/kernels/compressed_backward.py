@@ -94,7 +94,7 @@ def _dq_kernel(
                 i, window_blocks, start, end, limit, window_keys, selected_ptr, real_ptr, SELECTED, PADDED, BLOCK_N
             )
             kv = load_rows(kv_ptr + key * kv_token_stride, visible, WIDTH, D)
-            # Always true, as in forward.
+            # Always true: see `_add_rows`.
             if queries > 0:
                 scores = dot(q, tl.trans(kv), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
                 dweights = dot(dout, tl.trans(kv), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
@@ -116,7 +116,8 @@ def _add_rows(dkv, kv, x, lse, delta, visible, scale, dscale, queries):
     """
     BLOCK_N: tl.constexpr = kv.shape[0]
     BLOCK_M: tl.constexpr = x.shape[0] // 2
-    # Always true, as in forward.
+    # Always true. Triton lets each warp of a matmul that others depend on have rows of its own, and where there are more
+    # warps than rows they repeat each other's; inside of a condition it does not see the others. Forward is slower so.
     if queries > 0:
         both = dot(kv, tl.trans(x), tl.zeros((BLOCK_N, 2 * BLOCK_M), dtype=tl.float32))
     else:

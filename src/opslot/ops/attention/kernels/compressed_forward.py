@@ -147,13 +147,8 @@ def _forward_kernel(
             i, window_blocks, start, end, limit, window_keys, selected_ptr, real_ptr, SELECTED, PADDED, BLOCK_N
         )
         kv = load_rows(kv_ptr + key * kv_token_stride, visible, WIDTH, D)
-        # Always true. Triton lets each warp of a matmul that others depend on have rows of its own, and where there are
-        # more warps than rows they repeat each other's; inside of a condition it does not see the others.
-        if blocks > 0:
-            scores = dot(q, tl.trans(kv), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
-        else:
-            scores = tl.full((BLOCK_M, BLOCK_N), scale, dtype=tl.float32)
-        scores = scores * scale + tl.where(visible, 0.0, float("-inf"))[None, :]
+        scores = dot(q, tl.trans(kv), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
+        scores = tl.where(visible[None, :], scores * scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         decay = tl.exp2(top - new_top)
