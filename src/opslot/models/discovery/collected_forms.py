@@ -1,4 +1,4 @@
-"""Collects the forms of all ops: `*forms.py` of each folder in `opslot/ops`, and those that other packages register.
+"""Collects the forms of all ops: `*forms.py` of folders in `opslot/ops`, and those that other packages register.
 
 Forms are read as files, without importing their ops: generating a module needs neither torch nor Transformers.
 """

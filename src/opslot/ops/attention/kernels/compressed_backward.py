@@ -116,8 +116,8 @@ def _add_rows(dkv, kv, x, lse, delta, visible, scale, dscale, queries):
     """
     BLOCK_N: tl.constexpr = kv.shape[0]
     BLOCK_M: tl.constexpr = x.shape[0] // 2
-    # Always true. Triton lets each warp of a matmul that others depend on have rows of its own, and where there are more
-    # warps than rows they repeat each other's; inside of a condition it does not see the others. Forward is slower so.
+    # Always true. Triton lets each warp of a matmul that others depend on have rows of its own, and where warps are
+    # more than rows they repeat each other's; inside of a condition it does not see the others. Forward is slower so.
     if queries > 0:
         both = dot(kv, tl.trans(x), tl.zeros((BLOCK_N, 2 * BLOCK_M), dtype=tl.float32))
     else:
