@@ -413,7 +413,7 @@ def test_sequences_of_such_models_are_not_sharded(config, reason):
         model = class_of(config)._from_config(config)
     opslot.apply(model, "eager", device="cpu")
     with pytest.raises(ConfigError, match=rf"cannot be sharded \(sp=2\): {reason}"):
-        opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))
+        opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, world_size=2, mesh=None))
 
 
 def test_build_save_and_load(tmp_path):
