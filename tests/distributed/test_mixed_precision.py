@@ -140,6 +140,18 @@ def test_the_base_model_computes_in_16_bits_too():
     assert model.model.norm.weight.grad.dtype == torch.float32
 
 
+def test_training_after_inference_mode():
+    model = parallelized("qwen3")
+    with torch.inference_mode():
+        evaluated = loss_of(model)
+    loss = loss_of(model)
+    loss.backward()
+    assert torch.equal(loss, evaluated)
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.inference_mode():
+        assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False).shape == (1, 4)
+
+
 def test_inputs_are_cast():
     model = nn.Linear(4, 4)
     compute_with_copies(model, BF16)

@@ -103,6 +103,7 @@ class _Copies:
         if found and any(getattr(module, "gradient_checkpointing", True) for module in self._checkpointed):
             register_multi_grad_hook(found, self._begin_backward, mode="any")
 
+    @torch.inference_mode(False)  # A tensor that is made inside could not be trained outside.
     def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
         copy = nn.Parameter(torch.empty_like(parameter, dtype=self._dtype))
         copy.register_post_accumulate_grad_hook(self._after_gradient)
