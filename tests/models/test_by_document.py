@@ -1,5 +1,6 @@
 """Modules that mix tokens without a kernel that knows documents run once for each packed document."""
 
+import ast
 import copy
 
 import pytest
@@ -10,6 +11,7 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.models._by_document import stop_giving_documents
 from opslot.models.discovery import discover
+from opslot.models.discovery.sequences import _mixing_expression
 from opslot.models.parallelize import _check_experts, parallel_plan
 from opslot.ops._common.by_document import PerDocument, by_document
 from opslot.patchgen import PatchConfig
@@ -104,6 +106,19 @@ def stop_giving(model):
 def test_sequence_parallelism_is_not_supported_for_the_reason(deepseek_v4):
     assert keeps_sequences(deepseek_v4[1]) is None
     assert "compress keys of the sequence" in keeps_sequences(deepseek_v4[1], by_kernel=True)
+
+
+@pytest.mark.parametrize(
+    ("product", "mixes"),
+    [
+        ("inv_freq.float() @ position_ids_expanded.float()", False),
+        ("scores @ values", True),
+        ("x @ self.weight", False),
+    ],
+)
+def test_matmuls_that_mix_tokens(product, mixes):
+    """Frequencies times positions, as the rotary embedding of DeepSeek-V4 before 5.23, mix none."""
+    assert bool(_mixing_expression(None, ast.parse(product, mode="eval").body, frozenset())) is mixes
 
 
 class Mixer(nn.Module):

@@ -269,7 +269,8 @@ def _single_steps(nodes: Iterable[ast.AST]) -> Iterator[str]:
 def _mixing_expression(module: ModuleView, node: ast.AST, seen: frozenset[str]) -> str:
     """Why an expression itself, without those in it, may mix tokens, or ""."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-        return "" if _has_parameter(node.left, node.right) else "multiplies activations, which may mix tokens"
+        known = _has_parameter(node.left, node.right) or "position_ids" in ast.unparse(node)
+        return "" if known else "multiplies activations, which may mix tokens"
     if isinstance(node, ast.Subscript) and _slices_tokens(node):
         return f"takes {ast.unparse(node)}, which may mix tokens"
     if not isinstance(node, ast.Call) or isinstance(node.func, ast.Subscript) or _is_judged(module, node.func):
