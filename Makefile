@@ -72,6 +72,7 @@ lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=src $(BIN)/mypy --explicit-package-bases -p demos
 	$(BIN)/lint-imports
 	$(BIN)/patchgen --check
 

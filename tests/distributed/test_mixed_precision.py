@@ -109,6 +109,21 @@ def test_a_pass_that_raised_leaves_nothing_behind(error, phase):
     assert_gradients_equal(model, expected)
 
 
+def test_a_hook_that_raises_before_the_copies_are_placed():
+    model = parallelized("qwen3")
+    expected = loss_of(model)
+
+    def fail(*_):
+        raise ValueError
+
+    handle = model.model.register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(ValueError):
+        loss_of(model)
+    handle.remove()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert torch.equal(loss_of(model), expected)
+
+
 def test_frozen_and_tied_parameters():
     model = parallelized("qwen3", activation_checkpointing="full")
     model.lm_head.weight = model.model.embed_tokens.weight

@@ -146,7 +146,7 @@ def needs_fsdp(model: nn.Module, state: ParallelState, param_dtype: torch.dtype 
 
 
 def _keeps_gathered(model: nn.Module, param_dtype: torch.dtype | None, device: torch.device) -> bool:
-    """Whether a model is so small that gathering its layers again takes longer than memory is worth."""
+    """Whether a model is small for the GPU: gathering its layers again costs host time, and saves little memory."""
     gathered = sum(p.numel() * (param_dtype or p.dtype).itemsize for p in model.parameters())
     return device.type == "cuda" and takes_little_memory(gathered, device)
 

@@ -35,9 +35,9 @@ def compute_with_copies(model: nn.Module, dtype: torch.dtype) -> None:
     """Let `model` compute with copies of its parameters in `dtype`, in place.
 
     During a forward pass and its backward pass, modules hold the copies; at all other times they hold the parameters,
-    which the optimizer, checkpoints and exports see. Every forward pass takes the parameters' values anew. Gradients
-    are computed in `dtype`, and added to those of the parameters in the parameters' dtype. Floating-point inputs of
-    the model are cast to `dtype`.
+    which the optimizer, checkpoints and exports see. Every forward pass copies the parameters' values again.
+    Gradients are computed in `dtype`, and added to those of the parameters in the parameters' dtype. Floating-point
+    inputs of the model are cast to `dtype`.
 
     Args:
         model: its parameters may be on meta until the first forward pass. Transformers models inside it, such as the
@@ -95,6 +95,9 @@ class _Copies:
 
     def end_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After a forward pass, also one that raised; `output` is None then."""
+        if not self._running or self._running[-1] is not module:
+            # An earlier hook raised before `begin_forward`.
+            return
         self._running.pop()
         if self._running or self._in_backward():
             return
