@@ -27,15 +27,19 @@ def reference(
 
     Without a mask, causal if `is_causal` or else `module.is_causal` is set (the last query sees every key), and limited
     to `sliding_window` tokens. `softcap` caps the scores; `s_aux` [heads] are attention sinks, logits in the softmax
-    without a value. The softmax runs in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
+    without a value. `selected_bits` int32 [B, S, ceil(S_kv / 32)] are all keys that each query sees, whatever else is
+    given: bit i of word w is key 32 w + i. The softmax runs in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
     """
-    reject_options("eager", kwargs, served=("softcap", "s_aux"))
+    reject_options("eager", kwargs, served=("softcap", "s_aux", "selected_bits"))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else 1 / math.sqrt(query.shape[-1]))
     if kwargs.get("softcap") is not None:
         scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
-    if attention_mask is None or kwargs.get("cu_seq_lens_q") is not None:
+    bits = kwargs.get("selected_bits")
+    if bits is not None:
+        attention_mask = unpack_bits(bits, key.shape[2])[:, None]
+    elif attention_mask is None or kwargs.get("cu_seq_lens_q") is not None:
         attention_mask = visible(module, query, key, kwargs)
     if attention_mask is not None and attention_mask.is_floating_point():
         scores = scores + attention_mask
@@ -48,6 +52,18 @@ def reference(
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1, dtype=dtype)[..., : key.shape[2]].to(query.dtype)
     return (nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous(), None
+
+
+def unpack_bits(bits: Tensor, keys: int) -> Tensor:
+    """Bool [B, S, keys] of int32 [B, S, ceil(keys / 32)]."""
+    shifts = torch.arange(32, dtype=bits.dtype, device=bits.device)
+    return ((bits[..., None] >> shifts) & 1).flatten(-2)[..., :keys].bool()
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Int32 [B, S, ceil(keys / 32)] of bool [B, S, keys]; the bits after the last key are 0."""
+    words = nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32)).to(torch.int64)
+    return (words << torch.arange(32, device=mask.device)).sum(-1).to(torch.int32)
 
 
 def causal_of(module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
@@ -122,6 +138,7 @@ def document_bounds(
 OPTIONS = {
     "softcap": "eager, triton, flex_attention or flash_attention_2, 3 or 4",
     "s_aux": "eager, triton or flash_attention_4",
+    "selected_bits": "eager or triton",
     "position_bias": "Transformers' own attention",
 }
 

@@ -1,7 +1,8 @@
-"""Attention in Triton: windows, sinks, softcap, documents and unequal head sizes, deterministic.
+"""Attention in Triton: windows, sinks, softcap, documents, selected keys and unequal head sizes, deterministic.
 
 Visible keys are intervals (see kernels/intervals.py), so a program loops only over the keys that its queries see, and
-packed documents cost the sum of their squared lengths. Forward saves its output and the logsumexp.
+packed documents cost the sum of their squared lengths. Keys that an indexer selects are bits (see
+kernels/selected_tiles.py), and tiles without any are skipped. Forward saves its output and the logsumexp.
 
 Shapes: B batch, S tokens, N query heads, K key/value heads, D head size.
 """
@@ -27,13 +28,20 @@ from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
 from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
 from opslot.ops.attention.kernels.forward import launch_forward
 from opslot.ops.attention.kernels.intervals import intervals
+from opslot.ops.attention.kernels.selected_tiles import lists_of, tiles_with_bits
 from opslot.ops.attention.reference import causal_of, reject_options
 
 _LOG2E = math.log2(math.e)
 
 
-def make_attention(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """The kernel `name`: checks its arguments and calls `attend`, which takes those of the function of that name."""
+def make_attention(
+    name: str, attend: Callable[..., Tensor], served: tuple[str, ...] = ("softcap", "s_aux")
+) -> Callable[..., tuple[Tensor, None]]:
+    """The kernel `name`: checks its arguments and calls `attend`, which takes those of the function of that name.
+
+    Args:
+        served: the options that it supports.
+    """
 
     def attention(
         module: nn.Module,
@@ -47,15 +55,18 @@ def make_attention(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
     ) -> tuple[Tensor, None]:
         """`op.reference` without dropout; `attention_mask` is a [B, S_kv] padding mask or None.
 
-        A window without causality is that of FlashAttention: it ends `sliding_window - 1` tokens to either side.
+        A window without causality is that of FlashAttention: it ends `sliding_window - 1` tokens to either side. With
+        `selected_bits`, these alone state which keys a query sees.
         """
         _check(name, query, key, value, attention_mask, dropout, scaling)
-        _check_options(name, query, kwargs)
+        _check_options(name, query, key, served, kwargs)
         causal = causal_of(module, kwargs)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         options = (kwargs.get("s_aux"), scale, causal, kwargs.get("sliding_window"), kwargs.get("softcap"))
+        if kwargs.get("selected_bits") is not None:
+            return attend(q, k, v, None, None, *options, kwargs["selected_bits"]), None
         if cu_q is None and attention_mask is not None:
             return _padded(attend, q, k, v, attention_mask, options), None
         return attend(q, k, v, cu_q, cu_k, *options), None
@@ -75,6 +86,7 @@ def attend(
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
+    selected_bits: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [B, S, N, D] over k [B, S_kv, K, D] and v [B, S_kv, K, D_v]: [B, S, N, D_v].
 
@@ -83,14 +95,16 @@ def attend(
             first. Documents end at the ends of rows, and tokens after the last boundary are another document.
         sinks: [N], logits without a value in the softmax of every query.
         window: number of keys that a query sees, its own included.
+        selected_bits: int32 [B, S, ceil(S_kv / 32)], all keys that each query sees, whatever the documents, causality
+            and window.
     """
     if cu_seqlens_k is cu_seqlens_q:
         # Dynamo rejects a tensor that is passed twice.
         cu_seqlens_k = None
-    return _attention(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, scale, causal, window, softcap)
+    return _attention(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, selected_bits, scale, causal, window, softcap)
 
 
-attention = make_attention("triton", attend)
+attention = make_attention("triton", attend, ("softcap", "s_aux", "selected_bits"))
 
 
 def _check(
@@ -129,9 +143,17 @@ def _check(
         reject(kernel, "scaling", f"it is {scaling}", "pass a positive factor")
 
 
-def _check_options(name: str, query: Tensor, kwargs: Mapping[str, Any]) -> None:
+def _check_options(
+    name: str, query: Tensor, key: Tensor, served: tuple[str, ...], kwargs: Mapping[str, Any]
+) -> None:
     kernel = f"attn_implementation={name!r}"
-    reject_options(name, kwargs, served=("softcap", "s_aux"))
+    reject_options(name, kwargs, served)
+    bits = kwargs.get("selected_bits")
+    if bits is not None:
+        shape = (query.shape[0], query.shape[2], cdiv(key.shape[2], 32))
+        if bits.dtype != torch.int32 or bits.shape != shape:
+            found = f"it is {bits.dtype} {tuple(bits.shape)} for {key.shape[2]} keys"
+            reject(kernel, "selected_bits", found, f"pass int32 {shape}")
     sinks, cu_q, cu_k = (kwargs.get(option) for option in ("s_aux", "cu_seq_lens_q", "cu_seq_lens_k"))
     if sinks is not None and sinks.shape != query.shape[1:2]:
         found = f"its shape is {tuple(sinks.shape)} beside {query.shape[1]} query heads"
@@ -249,8 +271,56 @@ class _Call:
         return size * self.batch * self.kv_heads, 1, 1
 
 
-def _interval_strides(found: Tensor) -> tuple[int, int]:
-    return 0 if found.shape[1] == 1 else found.stride(1), found.stride(0)
+@dataclass(frozen=True)
+class _Visible:
+    """The keys that each query sees: intervals, or bits of `keys` keys.
+
+    Attributes:
+        group: query heads of a key/value head.
+    """
+
+    intervals: Tensor | None
+    bits: Tensor | None
+    keys: int
+    group: int
+
+    @property
+    def selected(self) -> int:
+        return int(self.bits is not None)
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        found = self.intervals
+        if found is None:
+            return 0, 0
+        return 0 if found.shape[1] == 1 else found.stride(1), found.stride(0)
+
+    def of_rows(self, tile: Tile) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The arguments of a kernel over tiles of rows: intervals, bits, and the tiles of keys of each."""
+        return self.intervals, self.bits, None if self.bits is None else lists_of(self._tiles(self.bits, tile))
+
+    def of_keys(self, tile: Tile) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The arguments of a kernel over tiles of keys."""
+        lists = None if self.bits is None else lists_of(self._tiles(self.bits, tile).transpose(1, 2))
+        return self.intervals, self.bits, lists
+
+    def _tiles(self, bits: Tensor, tile: Tile) -> Tensor:
+        return tiles_with_bits(bits, self.keys, self.group, tile.rows, tile.keys)
+
+
+def _visible(
+    call: _Call,
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    bits: Tensor | None,
+    causal: bool,
+    window: int | None,
+) -> _Visible:
+    if bits is not None:
+        return _Visible(None, bits.contiguous(), call.keys, call.group)
+    return _Visible(intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window), None, call.keys, call.group)
 
 
 def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -268,6 +338,7 @@ def _run(
     sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    selected_bits: Tensor | None,
     scale: float,
     causal: bool,
     window: int | None,
@@ -277,15 +348,16 @@ def _run(
     call = _Call(q, k, v, scale, window, softcap)
     if call.empty:
         return
-    visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window)
     tile = call.plan.forward
+    visible = _visible(call, q, k, cu_seqlens_q, cu_seqlens_k, selected_bits, causal, window)
     launch_forward(
         call.blocks(cdiv(call.queries * call.group, tile.rows)),
-        (q, k, v, None if sinks is None else sinks.contiguous(), visible, *outputs),
-        (*call.strides, *_interval_strides(visible)),
+        (q, k, v, None if sinks is None else sinks.contiguous(), *visible.of_rows(tile), *outputs),
+        (*call.strides, *visible.strides),
         (*call.sizes, *call.factors),
         (
             call.group,
+            visible.selected,
             sinks is not None,
             softcap is not None,
             *call.widths,
@@ -308,6 +380,7 @@ def _run_backward(
     lse: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    selected_bits: Tensor | None,
     scale: float,
     causal: bool,
     window: int | None,
@@ -322,17 +395,26 @@ def _run_backward(
         for gradient in gradients:
             copy_or_zero(gradient, None)
         return
-    visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window)
-    strides = (*call.strides, *_interval_strides(visible))
+    visible = _visible(call, q, k, cu_seqlens_q, cu_seqlens_k, selected_bits, causal, window)
+    strides = (*call.strides, *visible.strides)
     scalars = (*call.sizes, *call.factors, scale)
     delta = torch.empty_like(lse)
     tile = call.plan.dq
     launch_dq(
         call.blocks(cdiv(call.queries * call.group, tile.rows)),
-        (q, k, v, out, dout, visible, lse, delta, dq),
+        (q, k, v, out, dout, *visible.of_rows(tile), lse, delta, dq),
         strides,
         scalars,
-        (call.group, dq is not None, softcap is not None, *call.widths, tile.rows, tile.keys, tile.stages),
+        (
+            call.group,
+            visible.selected,
+            dq is not None,
+            softcap is not None,
+            *call.widths,
+            tile.rows,
+            tile.keys,
+            tile.stages,
+        ),
         tile.warps,
     )
     tiles = call.plan.dk_dv
@@ -342,11 +424,12 @@ def _run_backward(
             continue
         launch_dk_dv(
             call.blocks(cdiv(call.keys, tile.keys)),
-            (q, k, v, dout, visible, lse, delta, dk_out, dv_out),
+            (q, k, v, dout, *visible.of_keys(tile), lse, delta, dk_out, dv_out),
             strides,
             scalars,
             (
                 call.group,
+                visible.selected,
                 dk_out is not None,
                 dv_out is not None,
                 softcap is not None,
@@ -370,12 +453,12 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, call: _Call) -> T
 
 
 _attention = differentiable_op(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale,"
-    " bool causal, SymInt? window, float? softcap) -> (Tensor out, Tensor lse)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
+    " Tensor? selected_bits, float scale, bool causal, SymInt? window, float? softcap) -> (Tensor out, Tensor lse)",
     allocate=_allocate,
     launch=_run,
     launch_backward=_run_backward,
     differentiable=4,
-    kept=("q", "k", "v", "sinks", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"),
+    kept=("q", "k", "v", "sinks", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "selected_bits"),
     returned=1,
 )

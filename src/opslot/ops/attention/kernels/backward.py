@@ -11,6 +11,7 @@ import triton.language as tl
 from opslot._base.jit import dot, downcast
 from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops.attention.kernels.forward import block_range, load_tile, row_offsets, store_tile, tanh
+from opslot.ops.attention.kernels.selected_tiles import selected, tile_list
 
 
 @triton.jit
@@ -34,6 +35,8 @@ def _dq_kernel(
     out_ptr,
     dout_ptr,
     intervals_ptr,
+    bits_ptr,
+    tiles_ptr,
     lse_ptr,
     delta_ptr,
     dq_ptr,
@@ -59,6 +62,7 @@ def _dq_kernel(
     softcap,
     dscale,
     GROUP: tl.constexpr,
+    SELECTED: tl.constexpr,
     NEED_Q: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -101,11 +105,18 @@ def _dq_kernel(
         q_head_stride = q_head_stride // UNIT * UNIT
         k_token_stride = k_token_stride // UNIT * UNIT
         v_token_stride = v_token_stride // UNIT * UNIT
-        start_ptr = intervals_ptr + b.to(tl.int64) * interval_stride
-        end_ptr = start_ptr + interval_size
-        row_start = tl.load(start_ptr + token, mask=valid, other=0)
-        row_end = tl.load(end_ptr + token, mask=valid, other=0)
-        first_key, blocks, full_from, full_to = block_range(start_ptr, end_ptr, first_token, last_token, BLOCK_N)
+        if SELECTED:
+            tile = b * tl.cdiv(rows, BLOCK_M) + first_row // BLOCK_M
+            tiles_ptr, blocks = tile_list(tiles_ptr, tile, tl.cdiv(keys, BLOCK_N))
+            bits_ptr += (b.to(tl.int64) * queries + token) * tl.cdiv(keys, 32)
+            full_from = 0
+            full_to = 0
+        else:
+            start_ptr = intervals_ptr + b.to(tl.int64) * interval_stride
+            end_ptr = start_ptr + interval_size
+            row_start = tl.load(start_ptr + token, mask=valid, other=0)
+            row_end = tl.load(end_ptr + token, mask=valid, other=0)
+            first_key, blocks, full_from, full_to = block_range(start_ptr, end_ptr, first_token, last_token, BLOCK_N)
         q_ptr += b.to(tl.int64) * (q_batch_stride // UNIT * UNIT) + first_token.to(tl.int64) * q_token_stride
         q_ptr += (kv_head * GROUP).to(tl.int64) * q_head_stride
         k_ptr += b.to(tl.int64) * (k_batch_stride // UNIT * UNIT)
@@ -120,12 +131,15 @@ def _dq_kernel(
             dq_tail = tl.zeros((BLOCK_M, TAIL), dtype=tl.float32)
         lse = tl.load(lse_ptr + scalars, mask=valid, other=float("inf"))
         column = tl.arange(0, BLOCK_N)
-        for MASKED in tl.static_range(2):
+        for MASKED in tl.static_range(SELECTED, 2):
             left = full_from if MASKED else 0
             skip = full_to - full_from if MASKED else full_from
             count = blocks - full_to + full_from if MASKED else full_to - full_from
             for i in tl.range(0, count, num_stages=STAGES):
-                start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
+                if SELECTED:
+                    start = tl.load(tiles_ptr + i) * BLOCK_N
+                else:
+                    start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
                 inside = start + column < keys
                 k_block = k_ptr + start.to(tl.int64) * k_token_stride
                 k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED)
@@ -138,7 +152,9 @@ def _dq_kernel(
                     scores = dot(q_tail, tl.trans(k_tail), scores)
                 dweights = dot(dout, tl.trans(v), zeros)
                 weights, derivative = _weights(scores, lse[:, None], scale, softcap, SOFTCAP)
-                if MASKED:
+                if SELECTED:
+                    weights = tl.where(selected(bits_ptr, start, keys, valid, BLOCK_N, False), weights, 0.0)
+                elif MASKED:
                     key = (start + column)[None, :]
                     weights = tl.where((key >= row_start[:, None]) & (key < row_end[:, None]), weights, 0.0)
                 dscores = downcast(weights * (dweights - delta[:, None]) * derivative, k.dtype)
@@ -159,6 +175,8 @@ def _dk_dv_kernel(
     v_ptr,
     dout_ptr,
     intervals_ptr,
+    bits_ptr,
+    tiles_ptr,
     lse_ptr,
     delta_ptr,
     dk_ptr,
@@ -185,6 +203,7 @@ def _dk_dv_kernel(
     softcap,
     dscale,
     GROUP: tl.constexpr,
+    SELECTED: tl.constexpr,
     NEED_K: tl.constexpr,
     NEED_V: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -213,14 +232,22 @@ def _dk_dv_kernel(
     dout_token_stride = dout_token_stride // UNIT * UNIT
     dout_head_stride = dout_head_stride // UNIT * UNIT
 
-    start_ptr = intervals_ptr + 2 * interval_size + b.to(tl.int64) * interval_stride
-    end_ptr = start_ptr + interval_size
-    key_start = tl.load(start_ptr + key, mask=valid, other=0) * GROUP
-    key_end = tl.load(end_ptr + key, mask=valid, other=0) * GROUP
-    first_row = tl.load(start_ptr + first_key) * GROUP
-    blocks = tl.cdiv(tl.load(end_ptr + last_key) * GROUP - first_row, BLOCK_M)
-    full_from = tl.cdiv(tl.load(start_ptr + last_key) * GROUP - first_row, BLOCK_M)
-    full_to = tl.maximum((tl.load(end_ptr + first_key) * GROUP - first_row) // BLOCK_M, full_from)
+    if SELECTED:
+        tile = b * tl.cdiv(keys, BLOCK_N) + first_key // BLOCK_N
+        tiles_ptr, blocks = tile_list(tiles_ptr, tile, tl.cdiv(rows, BLOCK_M))
+        words = tl.cdiv(keys, 32)
+        bits_ptr += b.to(tl.int64) * queries * words
+        full_from = 0
+        full_to = 0
+    else:
+        start_ptr = intervals_ptr + 2 * interval_size + b.to(tl.int64) * interval_stride
+        end_ptr = start_ptr + interval_size
+        key_start = tl.load(start_ptr + key, mask=valid, other=0) * GROUP
+        key_end = tl.load(end_ptr + key, mask=valid, other=0) * GROUP
+        first_row = tl.load(start_ptr + first_key) * GROUP
+        blocks = tl.cdiv(tl.load(end_ptr + last_key) * GROUP - first_row, BLOCK_M)
+        full_from = tl.cdiv(tl.load(start_ptr + last_key) * GROUP - first_row, BLOCK_M)
+        full_to = tl.maximum((tl.load(end_ptr + first_key) * GROUP - first_row) // BLOCK_M, full_from)
 
     q_ptr += b.to(tl.int64) * (q_batch_stride // UNIT * UNIT) + (kv_head * GROUP).to(tl.int64) * q_head_stride
     dout_ptr += b.to(tl.int64) * (dout_batch_stride // UNIT * UNIT)
@@ -240,12 +267,15 @@ def _dk_dv_kernel(
         k_tail = load_tile(k_ptr, offset * k_token_stride, valid, D, TAIL, HEAD_DIM, True)
         dk_tail = tl.zeros((BLOCK_N, TAIL), dtype=tl.float32)
     # Scores are transposed, [keys, rows].
-    for MASKED in tl.static_range(2):
+    for MASKED in tl.static_range(SELECTED, 2):
         left = full_from if MASKED else 0
         skip = full_to - full_from if MASKED else full_from
         count = blocks - full_to + full_from if MASKED else full_to - full_from
         for i in tl.range(0, count, num_stages=STAGES):
-            start = first_row + tl.where(i < left, i, i + skip) * BLOCK_M
+            if SELECTED:
+                start = tl.load(tiles_ptr + i) * BLOCK_M
+            else:
+                start = first_row + tl.where(i < left, i, i + skip) * BLOCK_M
             row = start + tl.arange(0, BLOCK_M)
             inside = row < rows
             first_token = start // GROUP
@@ -262,7 +292,10 @@ def _dk_dv_kernel(
                 q_tail = load_tile(q_block, q_offsets, inside, D, TAIL, HEAD_DIM, MASKED)
                 scores = dot(k_tail, tl.trans(q_tail), scores)
             weights, derivative = _weights(scores, lse[None, :], scale, softcap, SOFTCAP)
-            if MASKED:
+            if SELECTED:
+                row_bits = bits_ptr + (row // GROUP).to(tl.int64) * words
+                weights = tl.where(selected(row_bits, first_key, keys, inside, BLOCK_N, True), weights, 0.0)
+            elif MASKED:
                 visible = (row[None, :] >= key_start[:, None]) & (row[None, :] < key_end[:, None])
                 weights = tl.where(visible, weights, 0.0)
             dout_offsets = row_offsets(row, first_token, dout_token_stride, dout_head_stride, GROUP)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from opslot._base.jit import dot, downcast
 from opslot._base.kernel_launch import KernelLauncher
+from opslot.ops.attention.kernels.selected_tiles import selected, tile_list
 
 
 @triton.jit
@@ -81,6 +82,8 @@ def _forward_kernel(
     v_ptr,
     sinks_ptr,
     intervals_ptr,
+    bits_ptr,
+    tiles_ptr,
     out_ptr,
     lse_ptr,
     q_batch_stride,
@@ -101,6 +104,7 @@ def _forward_kernel(
     scale,
     softcap,
     GROUP: tl.constexpr,
+    SELECTED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -129,11 +133,18 @@ def _forward_kernel(
     k_token_stride = k_token_stride // UNIT * UNIT
     v_token_stride = v_token_stride // UNIT * UNIT
 
-    start_ptr = intervals_ptr + b.to(tl.int64) * interval_stride
-    end_ptr = start_ptr + interval_size
-    row_start = tl.load(start_ptr + token, mask=valid, other=0)
-    row_end = tl.load(end_ptr + token, mask=valid, other=0)
-    first_key, blocks, full_from, full_to = block_range(start_ptr, end_ptr, first_token, last_token, BLOCK_N)
+    if SELECTED:
+        tile = b * tl.cdiv(rows, BLOCK_M) + first_row // BLOCK_M
+        tiles_ptr, blocks = tile_list(tiles_ptr, tile, tl.cdiv(keys, BLOCK_N))
+        bits_ptr += (b.to(tl.int64) * queries + token) * tl.cdiv(keys, 32)
+        full_from = 0
+        full_to = 0
+    else:
+        start_ptr = intervals_ptr + b.to(tl.int64) * interval_stride
+        end_ptr = start_ptr + interval_size
+        row_start = tl.load(start_ptr + token, mask=valid, other=0)
+        row_end = tl.load(end_ptr + token, mask=valid, other=0)
+        first_key, blocks, full_from, full_to = block_range(start_ptr, end_ptr, first_token, last_token, BLOCK_N)
 
     q_ptr += b.to(tl.int64) * (q_batch_stride // UNIT * UNIT) + first_token.to(tl.int64) * q_token_stride
     q_ptr += (kv_head * GROUP).to(tl.int64) * q_head_stride
@@ -154,13 +165,16 @@ def _forward_kernel(
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
     column = tl.arange(0, BLOCK_N)
-    # First the blocks of keys that all rows see, then those before and after them.
-    for MASKED in tl.static_range(2):
+    # First the blocks of keys that all rows see, then those before and after them; of selected keys, all are the latter.
+    for MASKED in tl.static_range(SELECTED, 2):
         left = full_from if MASKED else 0
         skip = full_to - full_from if MASKED else full_from
         count = blocks - full_to + full_from if MASKED else full_to - full_from
         for i in tl.range(0, count, num_stages=STAGES):
-            start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
+            if SELECTED:
+                start = tl.load(tiles_ptr + i) * BLOCK_N
+            else:
+                start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
             inside = start + column < keys
             k_block = k_ptr + start.to(tl.int64) * k_token_stride
             k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED)
@@ -171,7 +185,9 @@ def _forward_kernel(
                 scores = dot(q_tail, tl.trans(k_tail), scores)
             if SOFTCAP:
                 scores = softcap * tanh(scores * scale)
-            if MASKED:
+            if SELECTED:
+                scores = tl.where(selected(bits_ptr, start, keys, valid, BLOCK_N, False), scores, float("-inf"))
+            elif MASKED:
                 key = (start + column)[None, :]
                 scores = tl.where((key >= row_start[:, None]) & (key < row_end[:, None]), scores, float("-inf"))
             if SOFTCAP:
