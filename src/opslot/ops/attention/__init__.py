@@ -113,6 +113,11 @@ def _compressed_priority(request: KernelRequest) -> int | None:
     return 80 if request.dtype in HALF_FLOATS else None
 
 
+def _indexed_priority(request: KernelRequest) -> int | None:
+    """Not measured in float32."""
+    return 80 if request.dtype in HALF_FLOATS else None
+
+
 def _flash(
     version: int,
     packages: tuple[Requirement | str, ...],
@@ -194,6 +199,14 @@ add_triton_kernel(
     supports=_all_of(_head_dim_to_256, _no_dropout),
     priority={H200: _triton_priority},
     description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
+)
+add_triton_kernel(
+    OP,
+    ["indexed"],
+    factory="triton:attention",
+    supports=_all_of(_head_dim_to_256, _no_dropout),
+    priority={H200: _indexed_priority},
+    description="Triton, reads the keys of each query as bits and skips tiles without any",
 )
 add_triton_kernel(
     OP,

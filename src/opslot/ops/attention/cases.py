@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opslot.ops.attention.reference import pack_bits
 from opslot.slots import InputCase
 from opslot.slots.random_inputs import randn
 
@@ -29,8 +30,14 @@ def _case(
     value_width: int | None = None,
     sinks: bool = False,
     keys: int | None = None,
+    top: int | None = None,
     **options: Any,
 ) -> InputCase:
+    """Self-attention, or to other `keys`.
+
+    Args:
+        top: how many earlier keys each query sees at most, given as bits.
+    """
     batch, heads, kv_heads, length, width = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
@@ -49,6 +56,8 @@ def _case(
         }
         if sinks:
             arguments["s_aux"] = randn((heads,), dtype, device, generator)
+        if top is not None:
+            arguments["selected_bits"] = _earlier_keys(length, top, device).expand(batch, -1, -1)
         if documents is not None:
             cu_seqlens = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
             longest = max(documents)
@@ -61,6 +70,16 @@ def _case(
         return arguments
 
     return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
+
+
+def _earlier_keys(length: int, top: int, device: torch.device) -> Tensor:
+    """Bits [1, S, ceil(S / 32)] of `top` keys up to each query, other ones for each: its own, and some in two areas."""
+    token = torch.arange(length, device=device)[:, None]
+    mask = torch.zeros(length, length + 1, dtype=torch.bool, device=device)
+    place = torch.arange(top, device=device)
+    key = torch.where(place % 2 == 0, token - place // 2 * 3, (token // 64 * 7 + place // 2 * 5) % length)
+    mask.scatter_(1, key.where((key >= 0) & (key <= token), length), True)
+    return pack_bits(mask[None, :, :-1])
 
 
 def _compressed_case(
@@ -144,6 +163,14 @@ CASES = {
         _compressed_case(
             "16384, 64 heads, D=512, 512 of 4096", (1, 64, 16384, 512), 4, 512, role="bench", sliding_window=128
         ),
+    ],
+    "indexed": [
+        _case("keys of each query", (2, 4, 4, 70, 48), value_width=32, top=9),
+        _case("keys of each query, sinks", (1, 4, 4, 50, 32), top=5, sinks=True),
+        _case("keys of each query, grouped heads", (1, 6, 2, 40, 32), top=3),
+        _case("keys of each query, two tiles of a head", (1, 2, 2, 130, 192), value_width=128, top=12),
+        _case("all earlier keys", (1, 4, 4, 40, 48), value_width=32),
+        _case("8192, 128 heads, D=192/128, top 2048", (1, 128, 128, 8192, 192), None, "bench", value_width=128, top=2048),
     ],
     "bidirectional": [
         _case("bidirectional", (2, 4, 4, 21, 64), causal=False),

@@ -74,7 +74,7 @@ def _applies_to(model: Any) -> str | None:
     variants = {found[0] for m in modules if (found := attention_options(m)) is not None}
     if not variants and not any(attention_skip(m) or _is_unknown_attention(m) for m in modules):
         return None
-    return next((name for name in ("bidirectional", "compressed") if variants == {name}), "causal")
+    return next((name for name in ("bidirectional", "compressed", "indexed") if variants == {name}), "causal")
 
 
 def _is_unknown_attention(module: Any) -> bool:
@@ -236,6 +236,7 @@ OP = OpSpec(
     variants={
         "causal": _variant("causal", "causal, grouped heads, packed documents"),
         "bidirectional": _variant("bidirectional", "of encoders and towers, packed documents"),
+        "indexed": _variant("indexed", "causal, to the keys that an indexer selects (DeepSeek-V3.2, GLM-5)"),
         "compressed": _variant("compressed", "causal in a window and to compressed keys, with sinks (DeepSeek-V4)"),
     },
     applies_to=_applies_to,
