@@ -292,3 +292,19 @@ def test_outputs_without_gradient_do_not_change_gradients():
     variant = OpVariant("pair", lambda x: (x.detach() * 2, x * 3), [case], ("x",))
     found = check_kernel(lambda x: _Pair.apply(x), "pairs", variant, case, torch.float32)
     assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("by_norm", [False, True])
+def test_infinities_must_be_where_the_reference_has_them(by_norm):
+    variant = KERNEL_REGISTRY.op("indexer_scores").variant("standard")
+    arguments = variant.case("causal").make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    expected = expect(variant, arguments)
+    assert expected.fp64["out"].isinf().any()
+    label = CheckResult("indexer_scores", "standard", "mine", "causal", "float32")
+
+    def check(kernel):
+        return compare(kernel, expected, label, by_norm=by_norm)
+
+    assert check(variant.reference).ok
+    assert not check(lambda *args, **kwargs: variant.reference(*args, **{**kwargs, "visible": None})).ok
+    assert not check(lambda *args, **kwargs: variant.reference(*args, **kwargs) * 1.001).ok

@@ -285,7 +285,7 @@ def _compare_norms(
         return Comparison(name, 0.0, 0.0, 0.0)
     count = fp64.numel() ** 0.5
     error, eager_error = ((_difference(x, fp64).norm() / count).item() for x in (got, eager))
-    known = fp64.nan_to_num(0.0) if fp64.isnan().any() else fp64
+    known = fp64 if fp64.isfinite().all() else fp64.nan_to_num(0.0, 0.0, 0.0)
     bound = factor * eager_error + rounding * (known.norm() / count).item()
     return Comparison(name, error if error == error else float("inf"), eager_error, bound)
 
@@ -315,14 +315,16 @@ def _mismatch(got: Tensor | None, expected: Tensor) -> str | None:
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    known = (t.abs().nan_to_num_(nan=0.0, posinf=float("inf")) for t in tensors if t.numel())
+    known = (t.abs().nan_to_num_(nan=0.0, posinf=0.0) for t in tensors if t.numel())
     return max((t.max().item() for t in known), default=0.0)
 
 
 def _difference(x: Tensor, fp64: Tensor) -> Tensor:
-    """x - fp64 in float64; 0 where both are NaN, as the mean over no labels is."""
+    """x - fp64 in float64; 0 where both are NaN, as the mean over no labels is, or infinite, as hidden scores are."""
     difference = x.double() - fp64
-    return difference.masked_fill_(x.isnan() & fp64.isnan(), 0.0) if fp64.isnan().any() else difference
+    if fp64.isfinite().all():
+        return difference
+    return difference.masked_fill_((x.isnan() & fp64.isnan()) | ((x == fp64) & fp64.isinf()), 0.0)
 
 
 def _compare(name: str, got: Tensor, eager: Tensor, fp64: Tensor, scale: float) -> Comparison:

@@ -1,0 +1,78 @@
+"""Scores of keys for each query by the indexer of sparse attention: contract, reference and cost.
+
+DeepSeek-V3.2 (DeepSeek-AI 2025), "lightning indexer": the score of a key is the sum over the index heads of
+weight * relu(scale * q . k). Attention then sees the keys with the highest scores. Which keys these are has no
+gradient, so the scores have none either: Transformers computes them without gradients.
+
+Shapes: B batch, S queries, T keys, H index heads, D their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opslot.ops.indexer_scores.cases import CASES, benchmark_case
+from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
+
+
+def standard(
+    query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, visible: Tensor | None = None
+) -> Tensor:
+    """The scores [B, S, T] in float32 (float64 for float64), which have no gradient.
+
+    Args:
+        query: [B, S, H, D].
+        key: [B, T, D], shared by all heads.
+        weights: [B, S, H], of the heads of each query.
+        scale: positive factor of the products of queries and keys.
+        visible: int32 [2, B or 1, S], the first key that each query sees and the one after the last. The scores of
+            others are -inf.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with torch.no_grad():
+        products = query.to(dtype) @ key.to(dtype).transpose(-1, -2).unsqueeze(1)
+        scores = (weights.to(dtype).unsqueeze(-2) @ (products * scale).relu()).squeeze(-2)
+        if visible is None:
+            return scores
+        position = torch.arange(key.shape[1], device=key.device)
+        seen = (position >= visible[0, ..., None]) & (position < visible[1, ..., None])
+        return scores.masked_fill(~seen, float("-inf"))
+
+
+def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
+    sizes = {
+        "heads": getattr(request.config, "index_n_heads", None),
+        "head_dim": getattr(request.config, "index_head_dim", None),
+    }
+    return {name: size for name, size in sizes.items() if isinstance(size, int)} if all(sizes.values()) else None
+
+
+def _cost(arguments: Mapping[str, Any]) -> Cost:
+    """Writes the scores; one matmul of each head, over half of the keys where these are limited."""
+    query, keys = arguments["query"], arguments["key"].shape[1]
+    batch, length, heads, width = query.shape
+    flops = 2 * batch * length * keys * heads * width
+    share = 2 if arguments.get("visible") is not None else 1
+    return Cost(bytes=query.numel() * query.element_size() + 4 * batch * length * keys, flops=flops // share)
+
+
+OP = OpSpec(
+    name="indexer_scores",
+    description="scores by which the indexer of sparse attention selects keys",
+    variants={
+        "standard": OpVariant(
+            "standard",
+            standard,
+            CASES,
+            (),
+            _cost,
+            static_shape=_static_shape,
+            benchmark_case=benchmark_case,
+            description="weighted sum of relu(q k) over index heads (DeepSeek-V3.2 and V4, GLM-5)",
+        )
+    },
+)
