@@ -163,7 +163,8 @@ def run(kernel: Any, variant: Any, arguments: dict[str, Any]) -> None:
     outputs = tree_leaves(kernel(**tree_unflatten(tensors, spec), **arguments))
     roots = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
     leaves = [x for x in tensors if isinstance(x, Tensor)]
-    torch.autograd.grad(roots, leaves, [torch.zeros_like(x) for x in roots], allow_unused=True)
+    if roots:
+        torch.autograd.grad(roots, leaves, [torch.zeros_like(x) for x in roots], allow_unused=True)
 
 
 def compile_resize_heads() -> Compiler:

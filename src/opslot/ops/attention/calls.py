@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from opslot.slots.protocol import is_own_attention
 
@@ -47,3 +47,34 @@ def selected_keys(config: Any, compressed: Any, selected: Any) -> dict[str, Any]
         # Of positions that all rows share.
         selected = selected.expand(compressed.shape[0], -1)
     return {"compressed_keys": compressed.shape[2], "selected": selected}
+
+
+class Visible(NamedTuple):
+    """Which keys queries see, for an indexer that selects some of them.
+
+    Attributes:
+        intervals: int32 [2, B or 1, S], the first key that each query sees and the one after the last; or None.
+        shown: bool [B or 1, S or 1, T], a mask of other shape; or None.
+    """
+
+    intervals: Any
+    shown: Any
+
+
+def visible_keys(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]) -> Visible:
+    """What opslot's kernel of attention would show with `mask`; see `indexed.visible_keys`."""
+    from opslot.ops.attention import indexed
+
+    return indexed.visible_keys(module, query, key, mask, kwargs)
+
+
+def selects_bits(mask: Any) -> bool:
+    """Whether an indexer returns the selected keys as bits."""
+    return isinstance(mask, Visible)
+
+
+def select_keys(*args: Any) -> Any:
+    """The selected keys as bits; see `indexed.select_keys`."""
+    from opslot.ops.attention import indexed
+
+    return indexed.select_keys(*args)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from opslot.ops.attention import indexed_edits
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.source import nodes_below
@@ -151,6 +152,8 @@ class _Write:
     block_masks: tuple[str, ...]
 
     def __call__(self, patch: PatchConfig) -> None:
+        if self.slot.variant == indexed_edits.VARIANT:
+            indexed_edits.write(patch, self.name)
         patch.slot_config([self.name], self.slot, depends=[self.eager])
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
         for method in self.block_masks:
@@ -307,6 +310,8 @@ def _eager_function(module: ModuleView, forward: str) -> str:
 
 def _variant(module: ModuleView, name: str) -> str:
     """ "bidirectional" for a class that is never causal; of another one, instances have an attribute for it."""
+    if _is_sparse(module, f"{name}.forward") and indexed_edits.is_indexed(module, name):
+        return indexed_edits.VARIANT
     calls = module.calls(f"{name}.forward", "attention_interface")
     given = [_argument(call, "is_causal") for call in calls]
     if calls and all(_is_false(value) for value in given):
@@ -322,7 +327,10 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     if not calls:
         return "does not call attention_interface(self, query, key, value, attention_mask, ...)"
     given = {keyword.arg for call in calls for keyword in call.keywords}
-    if _is_sparse(module, forward):
+    indexed = variant == indexed_edits.VARIANT
+    if indexed:
+        given -= _SPARSE
+    elif _is_sparse(module, forward):
         leaks = "; with Transformers' sdpa it would see later tokens" if _adds_given_masks(module) else ""
         return f"attends to the keys that an indexer selects (sparse attention{leaks})"
     if given - _ARGUMENTS:
@@ -337,7 +345,7 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
         return "attends to other states than its own, in another way than cross attention"
     # Queries of other cross attention, such as that of images' query tokens, may be broadcast over the batch.
     given_by = _is_given if variant == "causal" else _is_unchanged
-    if any((text := _mask_of(call)) and not given_by(module, forward, text) for call in calls):
+    if not indexed and any((text := _mask_of(call)) and not given_by(module, forward, text) for call in calls):
         return "changes the attention mask"
     if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
         return "does not state whether it is causal"
@@ -345,7 +353,7 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     if reader:
         return f"gets masks that {reader} reads too"
     by_mask = any(_mask_of(call) for call in calls) and not _has_cu_seqlens_for_mask(module)
-    return other_masks(module, needed=variant == "causal", by_mask=by_mask)
+    return other_masks(module, needed=variant != "bidirectional", by_mask=by_mask)
 
 
 def _reads_masks_too(module: ModuleView) -> str:

@@ -289,7 +289,12 @@ def _shown(mask_function: Any) -> str:
 
 
 def mask_function(
-    own: Callable[..., Any], name: str, *, falls_back: bool = False, at_padding: bool = False
+    own: Callable[..., Any],
+    name: str,
+    *,
+    falls_back: bool = False,
+    at_padding: bool = False,
+    any_layout: bool = False,
 ) -> Callable[..., Any]:
     """A mask function that returns None or a `Layout` where it can, else what `own` returns.
 
@@ -300,6 +305,7 @@ def mask_function(
         name: the kernel's, for errors.
         falls_back: for a mask that the kernel can't apply, return a dense one.
         at_padding: queries that are padding attend to the keys that are not, instead of to the padding.
+        any_layout: also where a model asks for a tensor, since opslot passes its reader what it needs.
     """
     any_mask = applies_any(own)
 
@@ -356,7 +362,7 @@ def mask_function(
         if pattern is not None:
             whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
             skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
-            if whole and (skips or pattern.documents is not None):
+            if whole and (skips or any_layout or pattern.documents is not None):
                 layout = _layout(pattern, attention_mask)
                 if at_padding and isinstance(layout, Layout) and layout.keys is not None:
                     layout = layout._replace(cu_seqlens=None, longest=None)

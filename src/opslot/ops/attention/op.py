@@ -162,7 +162,11 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     falls_back = getattr(mask_function, "falls_back", falls_back)
     at_padding = not slot.wrappers and any(map(reads_padding, _modules_of(model)))
     if not slot.wrappers:
-        mask_function = masks.mask_function(mask_function, chosen, falls_back=falls_back, at_padding=at_padding)
+        # An indexer reads documents and padding of its mask as those of a kernel.
+        indexed = slot.resolution.variant == "indexed"
+        mask_function = masks.mask_function(
+            mask_function, chosen, falls_back=falls_back, at_padding=at_padding, any_layout=indexed
+        )
         kernel = masks.reads_layout(kernel, dense if falls_back else None)
     # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks.
     shown = chosen.replace("flash", "fa") + (CU_SEQLENS if _needs_cu_seqlens(model, slot) else "")
