@@ -10,15 +10,7 @@ from __future__ import annotations
 # one.
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
-        "attends to the keys that an indexer selects for each query, which no kernel of the op takes": (
-            "DeepseekV32Attention",
-            "GlmMoeDsaAttention",
-            "HYV4Attention",
-        ),
-        "attends to compressed keys, and its mask has columns for them": (
-            "DeepseekV4Attention",
-            "Glm5NextTextAttention",
-        ),
+        "makes a mask of the keys that its indexer selects, some of them by pools": ("Glm5NextTextAttention",),
         "computes attention itself, without the interface that kernels are selected by": ("Gemma4AudioAttention",),
         "gets a mask of blocks even where FlashAttention runs, before 5.20": ("PixtralAttention",),
         "is in an image or audio tower, or attends to its output": (

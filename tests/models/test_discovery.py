@@ -285,7 +285,7 @@ def test_skips_are_attributes_of_the_owning_class():
     [
         ("chameleon", "ChameleonForConditionalGeneration", "cross_entropy_loss", "changes the logits between head and"),
         ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
-        ("glm_moe_dsa", "GlmMoeDsaAttention", "attention", "that an indexer selects (sparse attention)"),
+        ("minimax_m3_vl", "MiniMaxM3VLAttention", "attention", "that an indexer selects (sparse attention)"),
     ],
 )
 def test_unrecognized_parts_are_skipped_with_a_reason(arch, name, op, reason):

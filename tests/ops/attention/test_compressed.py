@@ -15,6 +15,7 @@ from opslot.ops.attention.compressed import attention
 from opslot.ops.attention.compressed_reference import reference
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
+from tests.ops.attention.models import assert_close, results
 
 LENGTH = 18
 
@@ -55,21 +56,6 @@ def deepseek_v4(**changes):
     config.update({"sliding_window": 6, "index_topk": 2, "compress_rates": dict(zip(kinds[1:], (3, 6), strict=True))})
     config.update(changes)
     return random_model(config).train()
-
-
-def results(model, ids, **batch):
-    model.zero_grad()
-    loss = model(input_ids=ids, use_cache=False, **{"labels": ids, **batch}).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_close(got, wanted):
-    assert got.keys() == wanted.keys()
-    # One that cancels to nearly nothing is still a sum of terms of the others' size.
-    largest = max(x.abs().max() for x in wanted.values())
-    for name, x in wanted.items():
-        assert (got[name] - x).abs().max() <= 3e-5 * x.abs().max() + 1e-7 * largest, name
 
 
 @pytest.mark.parametrize(

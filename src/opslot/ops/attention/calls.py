@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from opslot.ops.attention.visible import Visible
 from opslot.slots.protocol import is_own_attention
 
 # In the name of an implementation that gets cu_seqlens. A name with "flash" would too, but Transformers constructs no
@@ -47,18 +48,6 @@ def selected_keys(config: Any, compressed: Any, selected: Any) -> dict[str, Any]
         # Of positions that all rows share.
         selected = selected.expand(compressed.shape[0], -1)
     return {"compressed_keys": compressed.shape[2], "selected": selected}
-
-
-class Visible(NamedTuple):
-    """Which keys queries see, for an indexer that selects some of them.
-
-    Attributes:
-        intervals: int32 [2, B or 1, S], the first key that each query sees and the one after the last; or None.
-        shown: bool [B or 1, S or 1, T], a mask of other shape; or None.
-    """
-
-    intervals: Any
-    shown: Any
 
 
 def visible_keys(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]) -> Visible:

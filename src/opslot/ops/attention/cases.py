@@ -170,7 +170,9 @@ CASES = {
         _case("keys of each query, grouped heads", (1, 6, 2, 40, 32), top=3),
         _case("keys of each query, two tiles of a head", (1, 2, 2, 130, 192), value_width=128, top=12),
         _case("all earlier keys", (1, 4, 4, 40, 48), value_width=32),
-        _case("8192, 128 heads, D=192/128, top 2048", (1, 128, 128, 8192, 192), None, "bench", value_width=128, top=2048),
+        _case(
+            "8192, 128 heads, D=192/128, top 2048", (1, 128, 128, 8192, 192), None, "bench", value_width=128, top=2048
+        ),
     ],
     "bidirectional": [
         _case("bidirectional", (2, 4, 4, 21, 64), causal=False),

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from opslot._base.kernel_launch import cdiv
 from opslot.ops._common.custom_op import launch_op
-from opslot.ops.attention.calls import Visible
 from opslot.ops.attention.kernels.intervals import intervals
 from opslot.ops.attention.kernels.select_keys import select_keys as launch_select
 from opslot.ops.attention.masks import Layout
 from opslot.ops.attention.reference import causal_of
+from opslot.ops.attention.visible import Visible
 from opslot.ops.indexer_scores.op import standard as eager_scores
 
 # Of the scores of a chunk of queries.

@@ -143,9 +143,7 @@ def _check(
         reject(kernel, "scaling", f"it is {scaling}", "pass a positive factor")
 
 
-def _check_options(
-    name: str, query: Tensor, key: Tensor, served: tuple[str, ...], kwargs: Mapping[str, Any]
-) -> None:
+def _check_options(name: str, query: Tensor, key: Tensor, served: tuple[str, ...], kwargs: Mapping[str, Any]) -> None:
     kernel = f"attn_implementation={name!r}"
     reject_options(name, kwargs, served)
     bits = kwargs.get("selected_bits")

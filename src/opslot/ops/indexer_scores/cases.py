@@ -63,4 +63,6 @@ CASES = [
 def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
     heads, width = shape["heads"], shape["head_dim"]
     length = min(tokens, 4096)
-    return _case(f"{length} of {tokens}, {heads} heads, D={width}", (1, length, heads, width), tokens, "bench", causal=True)
+    return _case(
+        f"{length} of {tokens}, {heads} heads, D={width}", (1, length, heads, width), tokens, "bench", causal=True
+    )

@@ -19,9 +19,7 @@ from opslot.ops.indexer_scores.cases import CASES, benchmark_case
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
-def standard(
-    query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, visible: Tensor | None = None
-) -> Tensor:
+def standard(query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, visible: Tensor | None = None) -> Tensor:
     """The scores [B, S, T] in float32 (float64 for float64), which have no gradient.
 
     Args:

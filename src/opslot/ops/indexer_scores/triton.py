@@ -22,9 +22,7 @@ _KERNEL = "indexer_scores_implementation='triton'"
 WIDEST = 256
 
 
-def standard(
-    query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, visible: Tensor | None = None
-) -> Tensor:
+def standard(query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, visible: Tensor | None = None) -> Tensor:
     """`op.standard`, in autocast's dtype where autocast is on.
 
     Raises:

@@ -1,0 +1,20 @@
+"""Which keys queries see, as an indexer gets it instead of a mask. Does not import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Visible(NamedTuple):
+    """The keys among which an indexer selects; a query sees those that both attributes show.
+
+    Attributes:
+        intervals: int32 [2, B or 1, S], the first key that each query sees and the one after the last; or None.
+        shown: bool [B or 1, S or 1, T], a mask; or None.
+    """
+
+    intervals: Tensor | None
+    shown: Tensor | None
