@@ -165,7 +165,8 @@ def _forward_kernel(
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
     column = tl.arange(0, BLOCK_N)
-    # First the blocks of keys that all rows see, then those before and after them; of selected keys, all are the latter.
+    # First the blocks of keys that all rows see, then those before and after them. All blocks of selected keys are
+    # of the second kind.
     for MASKED in tl.static_range(SELECTED, 2):
         left = full_from if MASKED else 0
         skip = full_to - full_from if MASKED else full_from

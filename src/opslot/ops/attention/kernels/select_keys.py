@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.arguments import adjacent
+from opslot._base.kernel_launch import KernelLauncher
 
 # Scores that a program keeps in registers; more are read again for each bit.
 _BLOCK = 16384
@@ -87,18 +86,18 @@ def select_keys(scores: Tensor, top: int, bits: Tensor) -> None:
 
     Args:
         scores: float32 [B, S, T]; -inf for keys that a query does not see.
-        bits: int32 [B, S, ceil(T / 32)], with any strides of B and S.
+        bits: int32 [B, S, ceil(T / 32)], contiguous.
     """
-    batch, queries, keys = scores.shape
+    scores, bits = scores.contiguous().flatten(0, 1), bits.flatten(0, 1)
+    rows, keys = scores.shape
+    if rows == 0 or keys == 0:
+        return
     block = max(32, min(_BLOCK, triton.next_power_of_2(keys)))
-    scores = adjacent(scores)
-    for row_scores, row_bits in zip(scores, bits, strict=True):
-        if queries and keys:
-            _launch(
-                (queries, 1, 1),
-                (row_scores, row_bits),
-                (row_scores.stride(0), row_bits.stride(0)),
-                (keys, top),
-                (block, keys <= block),
-                8 if block >= 4096 else 4,
-            )
+    _launch(
+        (rows, 1, 1),
+        (scores, bits),
+        (scores.stride(0), bits.stride(0)),
+        (keys, top),
+        (block, keys <= block),
+        8 if block >= 4096 else 4,
+    )
