@@ -215,7 +215,8 @@ def ulysses_attention(attention: Callable[..., Any], pipeline: int = 1) -> Calla
     Returns:
         The same function of query [B, heads, S / sp, D], key and value [B, kv_heads, S / sp, D], whose output is
         [B, S / sp, heads, D] and whose weights are None. Sinks `s_aux` [heads] are of all heads; `attention_mask`,
-        `cu_seq_lens_*` and `max_length_*` those of the global sequence. With an `OverlappedAllToAll`, query and key are
+        `cu_seq_lens_*` and `max_length_*` those of the global sequence, and `selected_bits` [B, S / sp, ...] those of
+        the rank's queries. Its attribute `joins_shards` is True. With an `OverlappedAllToAll`, query and key are
         global already.
     """
 
@@ -235,6 +236,8 @@ def ulysses_attention(attention: Callable[..., Any], pipeline: int = 1) -> Calla
         ranks = get_parallel_state().sp_group
         if ranks is None:
             return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        if kwargs.get("selected_bits") is not None:
+            kwargs["selected_bits"] = gather_outputs(kwargs["selected_bits"], 1, ranks)
         overlapped = OverlappedAllToAll.of(module)
         if overlapped is not None:
             value = overlapped.wait("value", value)
@@ -258,6 +261,7 @@ def ulysses_attention(attention: Callable[..., Any], pipeline: int = 1) -> Calla
         gathered = [handle.wait() for handle in outputs]
         return merge_ranks(torch.cat(gathered, 3) if count > 1 else gathered[0], 2), None
 
+    attend.joins_shards = True
     return attend
 
 

@@ -73,8 +73,8 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     attention = [slot for slot in binding.of("attention") if _is_inside(_decoder_path(model), slot)]
     why = keeps_sequences(decoder or model, by_kernel=True)
     why = why or next((slot.kept for slot in attention if slot.kept), None)
-    if any(slot.resolution.variant == "indexed" for slot in attention):
-        why = why or "the indexer of its attention selects among the keys of a rank's shards alone"
+    if any(slot.resolution.variant == "indexed" and slot.resolution.chosen == "eager" for slot in attention):
+        why = why or "Transformers' attention to the keys that an indexer selects makes masks of a rank's shards alone"
     recurrences = [slot for op_name in _RECURRENCES for slot in binding.of(op_name)]
     if not attention and not recurrences:
         why = why or "it has no attention that opslot can select"

@@ -9,9 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import AttentionInterface
 
 from opslot._base.kernel_launch import cdiv
+from opslot.distributed.parallel_state import get_parallel_state
+from opslot.distributed.ulysses import gather_outputs
 from opslot.ops._common.custom_op import launch_op
 from opslot.ops.attention.kernels.intervals import intervals
 from opslot.ops.attention.kernels.select_keys import select_keys as launch_select
@@ -32,6 +37,9 @@ def visible_keys(module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwarg
         mask: a `Layout`, a padding mask [B, T], a dense mask [B or 1, 1, S, T], or None.
         kwargs: arguments of attention, which may have the boundaries of documents.
     """
+    ranks = _ranks(module)
+    if ranks is not None:
+        return _of_global_sequences(module, query, mask, kwargs, ranks)
     shown = None
     if isinstance(mask, Layout):
         kwargs = mask.arguments(query, kwargs)
@@ -42,8 +50,31 @@ def visible_keys(module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwarg
     if shown is not None and shown.shape[1] > 1 and cu_seqlens is None:
         # Also unused keys of a static cache, after which the last query is not.
         return Visible(None, shown)
-    q, k = query.transpose(1, 2), key.transpose(1, 2)
-    return Visible(_intervals(q, k, cu_seqlens, causal_of(module, kwargs), kwargs.get("sliding_window")), shown)
+    sizes = query.shape[0], query.shape[2], key.shape[2]
+    window = kwargs.get("sliding_window")
+    return Visible(_intervals(query, cu_seqlens, *sizes, causal_of(module, kwargs), window), shown)
+
+
+def _ranks(module: nn.Module) -> ProcessGroup | None:
+    """The ranks whose shards of sequences the attention of `module` joins; None where it has whole sequences."""
+    kernel = AttentionInterface()[module.config._attn_implementation]  # type: ignore[union-attr, index]
+    return get_parallel_state().sp_group if getattr(kernel, "joins_shards", False) else None
+
+
+def _of_global_sequences(
+    module: nn.Module, query: Tensor, mask: Any, kwargs: Mapping[str, Any], ranks: ProcessGroup
+) -> Visible:
+    """`visible_keys` for queries of a rank's shards, among the keys of all ranks. Masks of shards are `Layout` or None.
+
+    Boundaries of documents are those of the global sequences.
+    """
+    if isinstance(mask, Layout):
+        kwargs = mask.arguments(query, kwargs)
+    batch, _, local, _ = query.shape
+    length = local * ranks.size()
+    options = causal_of(module, kwargs), kwargs.get("sliding_window")
+    found = _intervals(query, kwargs.get("cu_seq_lens_q"), batch, length, length, *options)
+    return Visible(found.narrow(2, dist.get_rank(ranks) * local, local), None, ranks)
 
 
 def select_keys(
@@ -64,6 +95,9 @@ def select_keys(
         query, key, weights, scale: its arguments.
     """
     scores = kernel or eager_scores
+    if visible.ranks is not None:
+        with torch.no_grad():
+            key = gather_outputs(key, 1, visible.ranks)
     batch, length, heads, _ = query.shape
     row_bytes = 4 * batch * key.shape[1] * (1 if kernel else heads)
     chunk = max(1, _SCORES_BYTES // max(1, row_bytes))
@@ -79,19 +113,29 @@ def select_keys(
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
-def _allocate_intervals(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None) -> Tensor:
-    rows = 1 if cu_seqlens is None else q.shape[0]
-    return q.new_empty(2, rows, q.shape[1], dtype=torch.int32)
+def _allocate_intervals(
+    like: Tensor, cu_seqlens: Tensor | None, batch: int, queries: int, keys: int, *options: Any
+) -> Tensor:
+    return like.new_empty(2, 1 if cu_seqlens is None else batch, queries, dtype=torch.int32)
 
 
 def _run_intervals(
-    out: Tensor, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None
+    out: Tensor,
+    like: Tensor,
+    cu_seqlens: Tensor | None,
+    batch: int,
+    queries: int,
+    keys: int,
+    causal: bool,
+    window: int | None,
 ) -> None:
-    out.copy_(intervals(q, k, cu_seqlens, None, causal, window)[:2, :, : q.shape[1]])
+    q, k = (like.new_empty(()).expand(batch, tokens, 1, 1) for tokens in (queries, keys))
+    out.copy_(intervals(q, k, cu_seqlens, None, causal, window)[:2, :, :queries])
 
 
 _intervals = launch_op(
-    "visible_intervals(Tensor q, Tensor k, Tensor? cu_seqlens, bool causal, SymInt? window) -> Tensor",
+    "visible_intervals(Tensor like, Tensor? cu_seqlens, SymInt batch, SymInt queries, SymInt keys, bool causal,"
+    " SymInt? window) -> Tensor",
     _allocate_intervals,
     _run_intervals,
 )

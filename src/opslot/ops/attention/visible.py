@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 class Visible(NamedTuple):
@@ -14,7 +15,9 @@ class Visible(NamedTuple):
     Attributes:
         intervals: int32 [2, B or 1, S], the first key that each query sees and the one after the last; or None.
         shown: bool [B or 1, S or 1, T], a mask; or None.
+        ranks: those that hold the shards of each sequence, in their order, if a rank has shards of the keys too.
     """
 
     intervals: Tensor | None
     shown: Tensor | None
+    ranks: ProcessGroup | None = None
