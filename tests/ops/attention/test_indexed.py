@@ -1,6 +1,7 @@
 """Attention to the keys that an indexer selects: bits, their tiles, and whole models."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from opslot._base.errors import KernelError
 from opslot.ops.attention import indexed
 from opslot.ops.attention.batch_invariant import attention as batch_invariant
 from opslot.ops.attention.kernels import select_keys as selection
-from opslot.ops.attention.kernels.selected_tiles import lists_of, tiles_with_bits
+from opslot.ops.attention.kernels.selected_tiles import lists_of, tiles_with_bits, transpose_bits
 from opslot.ops.attention.masks import Layout
 from opslot.ops.attention.reference import pack_bits, unpack_bits
 from opslot.ops.attention.sdpa import sdpa
@@ -27,6 +28,7 @@ KERNELS = {"attn_implementation": "triton", "indexer_scores_implementation": "tr
 
 class Module(nn.Module):
     is_causal = True
+    config = SimpleNamespace(_attn_implementation="sdpa")
 
 
 def highest(scores, top):
@@ -60,19 +62,23 @@ def test_highest_scores_are_selected(monkeypatch, block, keys, top):
     assert torch.equal(bits, pack_bits(highest(scores, top)))
 
 
-@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (32, 64), (64, 32)])
-def test_tiles_with_bits(group, rows, columns):
+def test_tiles_with_bits(rows, columns):
     queries, keys = 70, 150
     mask = torch.rand(2, queries, keys) < 0.002
-    found = tiles_with_bits(pack_bits(mask), keys, group, rows, columns)
-    by_row = mask.repeat_interleave(group, 1)
-    padded = nn.functional.pad(by_row, (0, -keys % columns, 0, -queries * group % rows))
+    found = tiles_with_bits(pack_bits(mask), keys, rows, columns)
+    padded = nn.functional.pad(mask, (0, -keys % columns, 0, -queries % rows))
     wanted = padded.unflatten(2, (-1, columns)).unflatten(1, (-1, rows)).any(4).any(2)
     assert torch.equal(found.bool(), wanted)
     lists = lists_of(found)
     for row, tiles in zip(lists.flatten(0, 1).tolist(), wanted.flatten(0, 1), strict=True):
         assert row[1 : 1 + row[0]] == tiles.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(70, 150), (32, 32), (1, 300)])
+def test_transposed_bits(queries, keys):
+    mask = torch.rand(2, queries, keys) < 0.3
+    assert torch.equal(transpose_bits(pack_bits(mask), keys), pack_bits(mask.mT))
 
 
 def test_queries_without_keys_return_zeros():

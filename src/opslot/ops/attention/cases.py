@@ -166,7 +166,7 @@ CASES = {
     ],
     "indexed": [
         _case("keys of each query", (2, 4, 4, 70, 48), value_width=32, top=9),
-        _case("keys of each query, sinks", (1, 4, 4, 50, 32), top=5, sinks=True),
+        _case("keys of each query, sinks, whole tiles", (1, 4, 4, 64, 32), top=5, sinks=True),
         _case("keys of each query, grouped heads", (1, 6, 2, 40, 32), top=3),
         _case("keys of each query, two tiles of a head", (1, 2, 2, 130, 192), value_width=128, top=12),
         _case("all earlier keys", (1, 4, 4, 40, 48), value_width=32),

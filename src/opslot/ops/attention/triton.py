@@ -28,7 +28,7 @@ from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
 from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
 from opslot.ops.attention.kernels.forward import launch_forward
 from opslot.ops.attention.kernels.intervals import intervals
-from opslot.ops.attention.kernels.selected_tiles import lists_of, tiles_with_bits
+from opslot.ops.attention.kernels.selected_tiles import lists_of, tiles_with_bits, transpose_bits
 from opslot.ops.attention.reference import causal_of, reject_options
 
 _LOG2E = math.log2(math.e)
@@ -66,6 +66,10 @@ def make_attention(
         cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         options = (kwargs.get("s_aux"), scale, causal, kwargs.get("sliding_window"), kwargs.get("softcap"))
         if kwargs.get("selected_bits") is not None:
+            group = q.shape[2] // k.shape[2]
+            if group > 1:
+                # No known model has grouped heads here.
+                k, v = (x.repeat_interleave(group, 2) for x in (k, v))
             return attend(q, k, v, None, None, *options, kwargs["selected_bits"]), None
         if cu_q is None and attention_mask is not None:
             return _padded(attend, q, k, v, attention_mask, options), None
@@ -96,7 +100,7 @@ def attend(
         sinks: [N], logits without a value in the softmax of every query.
         window: number of keys that a query sees, its own included.
         selected_bits: int32 [B, S, ceil(S_kv / 32)], all keys that each query sees, whatever the documents, causality
-            and window.
+            and window; without grouped heads.
     """
     if cu_seqlens_k is cu_seqlens_q:
         # Dynamo rejects a tensor that is passed twice.
@@ -269,22 +273,18 @@ class _Call:
         return size * self.batch * self.kv_heads, 1, 1
 
 
+# Of a kernel: intervals of keys or queries, bits, the lists of tiles with bits; and two of its constants: whether there
+# are bits, and whether all tiles that it reads are whole.
+_Seen = tuple[tuple[Tensor | None, Tensor | None, Tensor | None], tuple[int, bool]]
+
+
 @dataclass(frozen=True)
 class _Visible:
-    """The keys that each query sees: intervals, or bits of `keys` keys.
+    """The keys that each query sees: intervals, or bits."""
 
-    Attributes:
-        group: query heads of a key/value head.
-    """
-
+    call: _Call
     intervals: Tensor | None
     bits: Tensor | None
-    keys: int
-    group: int
-
-    @property
-    def selected(self) -> int:
-        return int(self.bits is not None)
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -293,17 +293,19 @@ class _Visible:
             return 0, 0
         return 0 if found.shape[1] == 1 else found.stride(1), found.stride(0)
 
-    def of_rows(self, tile: Tile) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The arguments of a kernel over tiles of rows: intervals, bits, and the tiles of keys of each."""
-        return self.intervals, self.bits, None if self.bits is None else lists_of(self._tiles(self.bits, tile))
+    def of_rows(self, tile: Tile) -> _Seen:
+        """For a kernel over tiles of rows."""
+        if self.bits is None:
+            return (self.intervals, None, None), (0, False)
+        found = tiles_with_bits(self.bits, self.call.keys, tile.rows, tile.keys)
+        return (None, self.bits, lists_of(found)), (1, self.call.keys % tile.keys == 0)
 
-    def of_keys(self, tile: Tile) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The arguments of a kernel over tiles of keys."""
-        lists = None if self.bits is None else lists_of(self._tiles(self.bits, tile).transpose(1, 2))
-        return self.intervals, self.bits, lists
-
-    def _tiles(self, bits: Tensor, tile: Tile) -> Tensor:
-        return tiles_with_bits(bits, self.keys, self.group, tile.rows, tile.keys)
+    def of_keys(self, tile: Tile, transposed: Tensor | None) -> _Seen:
+        """For a kernel over tiles of keys; `transposed` bits."""
+        if self.bits is None:
+            return (self.intervals, None, None), (0, False)
+        found = tiles_with_bits(self.bits, self.call.keys, tile.rows, tile.keys).transpose(1, 2)
+        return (None, transposed, lists_of(found)), (1, self.call.queries % tile.rows == 0)
 
 
 def _visible(
@@ -317,8 +319,9 @@ def _visible(
     window: int | None,
 ) -> _Visible:
     if bits is not None:
-        return _Visible(None, bits.contiguous(), call.keys, call.group)
-    return _Visible(intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window), None, call.keys, call.group)
+        assert call.group == 1, "bits are of one head per key/value head"
+        return _Visible(call, None, bits.contiguous())
+    return _Visible(call, intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window), None)
 
 
 def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -348,14 +351,15 @@ def _run(
         return
     tile = call.plan.forward
     visible = _visible(call, q, k, cu_seqlens_q, cu_seqlens_k, selected_bits, causal, window)
+    seen, constants = visible.of_rows(tile)
     launch_forward(
         call.blocks(cdiv(call.queries * call.group, tile.rows)),
-        (q, k, v, None if sinks is None else sinks.contiguous(), *visible.of_rows(tile), *outputs),
+        (q, k, v, None if sinks is None else sinks.contiguous(), *seen, *outputs),
         (*call.strides, *visible.strides),
         (*call.sizes, *call.factors),
         (
             call.group,
-            visible.selected,
+            *constants,
             sinks is not None,
             softcap is not None,
             *call.widths,
@@ -398,14 +402,15 @@ def _run_backward(
     scalars = (*call.sizes, *call.factors, scale)
     delta = torch.empty_like(lse)
     tile = call.plan.dq
+    seen, constants = visible.of_rows(tile)
     launch_dq(
         call.blocks(cdiv(call.queries * call.group, tile.rows)),
-        (q, k, v, out, dout, *visible.of_rows(tile), lse, delta, dq),
+        (q, k, v, out, dout, *seen, lse, delta, dq),
         strides,
         scalars,
         (
             call.group,
-            visible.selected,
+            *constants,
             dq is not None,
             softcap is not None,
             *call.widths,
@@ -416,18 +421,20 @@ def _run_backward(
         tile.warps,
     )
     tiles = call.plan.dk_dv
+    transposed = None if visible.bits is None else transpose_bits(visible.bits, call.keys)
     launches = [(dk, dv)] if len(tiles) == 1 else [(dk, None), (None, dv)]
     for tile, (dk_out, dv_out) in zip(tiles, launches, strict=True):
         if call.keys == 0 or (dk_out is None and dv_out is None):
             continue
+        seen, constants = visible.of_keys(tile, transposed)
         launch_dk_dv(
             call.blocks(cdiv(call.keys, tile.keys)),
-            (q, k, v, dout, *visible.of_keys(tile), lse, delta, dk_out, dv_out),
+            (q, k, v, dout, *seen, lse, delta, dk_out, dv_out),
             strides,
             scalars,
             (
                 call.group,
-                visible.selected,
+                *constants,
                 dk_out is not None,
                 dv_out is not None,
                 softcap is not None,

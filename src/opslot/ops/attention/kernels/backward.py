@@ -63,6 +63,7 @@ def _dq_kernel(
     dscale,
     GROUP: tl.constexpr,
     SELECTED: tl.constexpr,
+    WHOLE: tl.constexpr,
     NEED_Q: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -108,7 +109,7 @@ def _dq_kernel(
         if SELECTED:
             tile = b * tl.cdiv(rows, BLOCK_M) + first_row // BLOCK_M
             tiles_ptr, blocks = tile_list(tiles_ptr, tile, tl.cdiv(keys, BLOCK_N))
-            bits_ptr += (b.to(tl.int64) * queries + token) * tl.cdiv(keys, 32)
+            bits_ptr += (b.to(tl.int64) * queries + row) * tl.cdiv(keys, 32)
             full_from = 0
             full_to = 0
         else:
@@ -142,18 +143,20 @@ def _dq_kernel(
                     start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
                 inside = start + column < keys
                 k_block = k_ptr + start.to(tl.int64) * k_token_stride
-                k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED)
+                k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED and not WHOLE)
                 v_block = v_ptr + start.to(tl.int64) * v_token_stride
-                v = load_tile(v_block, column * v_token_stride, inside, 0, DV, V_HEAD_DIM, MASKED)
+                v = load_tile(v_block, column * v_token_stride, inside, 0, DV, V_HEAD_DIM, MASKED and not WHOLE)
                 zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 scores = dot(q, tl.trans(k), zeros)
                 if TAIL > 0:
-                    k_tail = load_tile(k_block, column * k_token_stride, inside, D, TAIL, HEAD_DIM, MASKED)
+                    k_tail = load_tile(
+                        k_block, column * k_token_stride, inside, D, TAIL, HEAD_DIM, MASKED and not WHOLE
+                    )
                     scores = dot(q_tail, tl.trans(k_tail), scores)
                 dweights = dot(dout, tl.trans(v), zeros)
                 weights, derivative = _weights(scores, lse[:, None], scale, softcap, SOFTCAP)
                 if SELECTED:
-                    weights = tl.where(selected(bits_ptr, start, keys, valid, BLOCK_N, False), weights, 0.0)
+                    weights = tl.where(selected(bits_ptr, start, keys, valid, BLOCK_N), weights, 0.0)
                 elif MASKED:
                     key = (start + column)[None, :]
                     weights = tl.where((key >= row_start[:, None]) & (key < row_end[:, None]), weights, 0.0)
@@ -204,6 +207,7 @@ def _dk_dv_kernel(
     dscale,
     GROUP: tl.constexpr,
     SELECTED: tl.constexpr,
+    WHOLE: tl.constexpr,
     NEED_K: tl.constexpr,
     NEED_V: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -235,8 +239,8 @@ def _dk_dv_kernel(
     if SELECTED:
         tile = b * tl.cdiv(keys, BLOCK_N) + first_key // BLOCK_N
         tiles_ptr, blocks = tile_list(tiles_ptr, tile, tl.cdiv(rows, BLOCK_M))
-        words = tl.cdiv(keys, 32)
-        bits_ptr += b.to(tl.int64) * queries * words
+        # Transposed: the queries that see each key.
+        bits_ptr += (b.to(tl.int64) * keys + key) * tl.cdiv(queries, 32)
         full_from = 0
         full_to = 0
     else:
@@ -281,30 +285,29 @@ def _dk_dv_kernel(
             first_token = start // GROUP
             q_offsets = row_offsets(row, first_token, q_token_stride, q_head_stride, GROUP)
             q_block = q_ptr + first_token.to(tl.int64) * q_token_stride
-            q = load_tile(q_block, q_offsets, inside, 0, D, HEAD_DIM, MASKED)
-            if MASKED:
+            q = load_tile(q_block, q_offsets, inside, 0, D, HEAD_DIM, MASKED and not WHOLE)
+            if MASKED and not WHOLE:
                 lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))
             else:
                 lse = tl.load(lse_ptr + row)
             zeros = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             scores = dot(k, tl.trans(q), zeros)
             if TAIL > 0:
-                q_tail = load_tile(q_block, q_offsets, inside, D, TAIL, HEAD_DIM, MASKED)
+                q_tail = load_tile(q_block, q_offsets, inside, D, TAIL, HEAD_DIM, MASKED and not WHOLE)
                 scores = dot(k_tail, tl.trans(q_tail), scores)
             weights, derivative = _weights(scores, lse[None, :], scale, softcap, SOFTCAP)
             if SELECTED:
-                row_bits = bits_ptr + (row // GROUP).to(tl.int64) * words
-                weights = tl.where(selected(row_bits, first_key, keys, inside, BLOCK_N, True), weights, 0.0)
+                weights = tl.where(selected(bits_ptr, start, queries, valid, BLOCK_M), weights, 0.0)
             elif MASKED:
                 visible = (row[None, :] >= key_start[:, None]) & (row[None, :] < key_end[:, None])
                 weights = tl.where(visible, weights, 0.0)
             dout_offsets = row_offsets(row, first_token, dout_token_stride, dout_head_stride, GROUP)
             dout_block = dout_ptr + first_token.to(tl.int64) * dout_token_stride
-            dout = load_tile(dout_block, dout_offsets, inside, 0, DV, V_HEAD_DIM, MASKED)
+            dout = load_tile(dout_block, dout_offsets, inside, 0, DV, V_HEAD_DIM, MASKED and not WHOLE)
             if NEED_V:
                 dv = dot(downcast(weights, dout.dtype), dout, dv)
             if NEED_K:
-                if MASKED:
+                if MASKED and not WHOLE:
                     delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
                 else:
                     delta = tl.load(delta_ptr + row)

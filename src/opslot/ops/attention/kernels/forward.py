@@ -105,6 +105,7 @@ def _forward_kernel(
     softcap,
     GROUP: tl.constexpr,
     SELECTED: tl.constexpr,
+    WHOLE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -136,7 +137,7 @@ def _forward_kernel(
     if SELECTED:
         tile = b * tl.cdiv(rows, BLOCK_M) + first_row // BLOCK_M
         tiles_ptr, blocks = tile_list(tiles_ptr, tile, tl.cdiv(keys, BLOCK_N))
-        bits_ptr += (b.to(tl.int64) * queries + token) * tl.cdiv(keys, 32)
+        bits_ptr += (b.to(tl.int64) * queries + row) * tl.cdiv(keys, 32)
         full_from = 0
         full_to = 0
     else:
@@ -178,16 +179,16 @@ def _forward_kernel(
                 start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
             inside = start + column < keys
             k_block = k_ptr + start.to(tl.int64) * k_token_stride
-            k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED)
+            k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED and not WHOLE)
             zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             scores = dot(q, tl.trans(k), zeros)
             if TAIL > 0:
-                k_tail = load_tile(k_block, column * k_token_stride, inside, D, TAIL, HEAD_DIM, MASKED)
+                k_tail = load_tile(k_block, column * k_token_stride, inside, D, TAIL, HEAD_DIM, MASKED and not WHOLE)
                 scores = dot(q_tail, tl.trans(k_tail), scores)
             if SOFTCAP:
                 scores = softcap * tanh(scores * scale)
             if SELECTED:
-                scores = tl.where(selected(bits_ptr, start, keys, valid, BLOCK_N, False), scores, float("-inf"))
+                scores = tl.where(selected(bits_ptr, start, keys, valid, BLOCK_N), scores, float("-inf"))
             elif MASKED:
                 key = (start + column)[None, :]
                 scores = tl.where((key >= row_start[:, None]) & (key < row_end[:, None]), scores, float("-inf"))
@@ -201,7 +202,7 @@ def _forward_kernel(
             total = total * decay + tl.sum(weights, 1)
             acc = acc * decay[:, None]
             v_block = v_ptr + start.to(tl.int64) * v_token_stride
-            v = load_tile(v_block, column * v_token_stride, inside, 0, DV, V_HEAD_DIM, MASKED)
+            v = load_tile(v_block, column * v_token_stride, inside, 0, DV, V_HEAD_DIM, MASKED and not WHOLE)
             acc = dot(downcast(weights, v.dtype), v, acc)
             top = new_top
 

@@ -24,27 +24,26 @@ def tile_list(tiles_ptr, tile, size):
 
 
 @triton.jit
-def selected(pointers, first_key, keys, valid, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Which of BLOCK keys from `first_key` the queries see whose words begin at `pointers`: [queries, BLOCK].
+def selected(pointers, first, size, valid, BLOCK: tl.constexpr):
+    """Whether bits `first` to `first` + BLOCK are set in the words that begin at `pointers`: [rows, BLOCK].
 
-    `first_key` is a multiple of BLOCK, a power of two. With TRANSPOSED, [BLOCK, queries].
+    `first` is a multiple of BLOCK, a power of two. There are `size` bits; those of rows that are not `valid` are 0.
     """
-    column = tl.arange(0, BLOCK)
-    column = column[:, None] if TRANSPOSED else column[None, :]
+    column = tl.arange(0, BLOCK)[None, :]
     if BLOCK < 32:
-        word = tl.load(pointers + first_key // 32, mask=valid, other=0)
-        word = word[None, :] if TRANSPOSED else word[:, None]
-        found = word >> (first_key % 32 + column)
+        word = tl.load(pointers + first // 32, mask=valid, other=0)[:, None]
+        found = word & (1 << (first % 32 + column))
     else:
         for part in tl.static_range(BLOCK // 32):
-            index = first_key // 32 + part
-            word = tl.load(pointers + index, mask=index * 32 + tl.where(valid, 0, keys) < keys, other=0)
-            word = word[None, :] if TRANSPOSED else word[:, None]
+            index = first // 32 + part
+            own = tl.load(pointers + index, mask=index * 32 + tl.where(valid, 0, size) < size, other=0)[:, None]
             if part == 0:
-                found = word >> (column % 32)
+                word = own
             else:
-                found = tl.where(column // 32 == part, word >> (column % 32), found)
-    return (found & 1) != 0
+                word = tl.where(column // 32 == part, own, word)
+        # One instruction for each element, since the masks stay in registers.
+        found = word & (1 << (column % 32))
+    return found != 0
 
 
 @triton.jit(do_not_specialize=["queries", "words", "tiles"])
@@ -54,23 +53,19 @@ def _tiles_kernel(
     queries,
     words,
     tiles,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    TOKENS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """Whether any query of tile `program_id(0)` sees a key of each tile of keys."""
     b = tl.program_id(1).to(tl.int64)
-    first_row = tl.program_id(0) * ROWS
-    last = (tl.minimum(first_row + ROWS, queries * GROUP) - 1) // GROUP
-    token = first_row // GROUP + tl.arange(0, TOKENS)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bits_ptr += (b * queries + token) * words
     found_ptr += (b * tl.num_programs(0) + tl.program_id(0)) * tiles
     column = tl.arange(0, WORDS)
     for first in tl.range(0, words, WORDS):
         word = first + column
-        inside = (token <= last)[:, None] & (word < words)[None, :]
+        inside = (token < queries)[:, None] & (word < words)[None, :]
         bits = tl.load(bits_ptr[:, None] + word[None, :], mask=inside, other=0)
         if KEYS < 32:
             for part in tl.static_range(32 // KEYS):
@@ -87,22 +82,20 @@ def _tiles_kernel(
 _launch_tiles = KernelLauncher(_tiles_kernel)
 
 
-def tiles_with_bits(bits: Tensor, keys: int, group: int, rows: int, columns: int) -> Tensor:
-    """Whether a bit is set in each tile of `rows` rows and `columns` keys: int8 [B, tiles of rows, tiles of keys].
+def tiles_with_bits(bits: Tensor, keys: int, rows: int, columns: int) -> Tensor:
+    """Whether a bit is set in each tile of `rows` queries and `columns` keys: int8 [B, tiles of queries, of keys].
 
     Args:
         bits: int32 [B, S, words] for `keys` keys.
-        group: rows of a token, the query heads of a key/value head.
     """
     batch, queries, words = bits.shape
-    found = bits.new_empty(batch, cdiv(queries * group, rows), cdiv(keys, columns), dtype=torch.int8)
-    tokens = triton.next_power_of_2(rows if group == 1 else cdiv(rows, group) + 1)
+    found = bits.new_empty(batch, cdiv(queries, rows), cdiv(keys, columns), dtype=torch.int8)
     _launch_tiles(
         (found.shape[1], batch, 1),
         (bits, found),
         (),
         (queries, words, found.shape[2]),
-        (group, rows, columns, tokens, max(_WORDS, columns // 32)),
+        (rows, columns, max(_WORDS, columns // 32)),
         4,
     )
     return found
@@ -112,3 +105,32 @@ def lists_of(found: Tensor) -> Tensor:
     """The places of the ones in each row of `found` [..., N], in order, after their number: int32 [..., N + 1]."""
     order = found.argsort(dim=-1, descending=True, stable=True)
     return torch.cat([found.sum(-1, keepdim=True), order], -1).to(torch.int32)
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "words", "turned_words"])
+def _transpose_kernel(bits_ptr, out_ptr, queries, keys, words, turned_words, WORDS: tl.constexpr):
+    """Word `program_id(0)` of the keys in WORDS words from `program_id(1)`: the bits of 32 queries."""
+    b = tl.program_id(2).to(tl.int64)
+    query = tl.program_id(0) * 32 + tl.arange(0, 32)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    inside = (query < queries)[:, None] & (word < words)[None, :]
+    pointers = bits_ptr + (b * queries + query)[:, None] * words + word[None, :]
+    bits = tl.load(pointers, mask=inside, other=0)
+    # [queries, words, bits of a word]
+    one = (bits[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+    turned = tl.sum(one << tl.arange(0, 32)[:, None, None], 0).to(tl.int32)
+    key = word[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out_ptr + (b * keys + key) * turned_words + tl.program_id(0), turned, mask=key < keys)
+
+
+_launch_transpose = KernelLauncher(_transpose_kernel)
+
+
+def transpose_bits(bits: Tensor, keys: int) -> Tensor:
+    """The queries that see each key: int32 [B, T, ceil(S / 32)] of `bits` [B, S, ceil(T / 32)]."""
+    batch, queries, words = bits.shape
+    found = bits.new_empty(batch, keys, cdiv(queries, 32))
+    _launch_transpose(
+        (found.shape[2], cdiv(words, 8), batch), (bits, found), (), (queries, keys, words, found.shape[2]), (8,), 4
+    )
+    return found
