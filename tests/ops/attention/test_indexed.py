@@ -19,6 +19,7 @@ from opslot.ops.attention.sdpa import sdpa
 from opslot.ops.attention.triton import attention
 from opslot.ops.attention.visible import Visible
 from opslot.ops.indexer_scores.op import standard as eager_scores
+from opslot.verify import check_architecture
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 from tests.ops.attention.models import assert_close, results
@@ -238,3 +239,19 @@ def test_generation_equals_transformers(arch):
 def test_implementation_for_other_attention_names_those_for_this_one():
     with pytest.raises(opslot.OpslotError, match="triton"):
         opslot.apply(tiny("deepseek_v32"), {"attn_implementation": "sdpa"})
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("arch", ["deepseek_v32", pytest.param("hy_v4", marks=pytest.mark.slow)])
+def test_sharded_sequences_equal_one_process(arch):
+    config = tiny_config(arch)
+    config.get_text_config().index_topk = 4
+    (found,) = check_architecture(config, {"preset": "eager", **KERNELS}, checks=["sp"]).outcomes
+    assert found.result == "passed", found.detail
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_transformers_masks_of_selected_keys_are_not_sharded():
+    (found,) = check_architecture(tiny_config("deepseek_v32"), "eager", checks=["sp"]).outcomes
+    assert found.result == "unsupported"
+    assert "makes masks of a rank's shards alone" in found.detail
