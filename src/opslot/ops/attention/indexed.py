@@ -61,6 +61,14 @@ def _ranks(module: nn.Module) -> ProcessGroup | None:
     return get_parallel_state().sp_group if getattr(kernel, "joins_shards", False) else None
 
 
+# torch 2.11 cannot trace groups of ranks.
+@torch.compiler.disable
+def _of_all_ranks(key: Tensor, ranks: ProcessGroup) -> Tensor:
+    with torch.no_grad():
+        return gather_outputs(key, 1, ranks)
+
+
+@torch.compiler.disable
 def _of_global_sequences(
     module: nn.Module, query: Tensor, mask: Any, kwargs: Mapping[str, Any], ranks: ProcessGroup
 ) -> Visible:
@@ -96,8 +104,7 @@ def select_keys(
     """
     scores = kernel or eager_scores
     if visible.ranks is not None:
-        with torch.no_grad():
-            key = gather_outputs(key, 1, visible.ranks)
+        key = _of_all_ranks(key, visible.ranks)
     batch, length, heads, _ = query.shape
     row_bytes = 4 * batch * key.shape[1] * (1 if kernel else heads)
     chunk = max(1, _SCORES_BYTES // max(1, row_bytes))
