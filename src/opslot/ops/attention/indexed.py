@@ -57,7 +57,7 @@ def visible_keys(module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwarg
 
 def _ranks(module: nn.Module) -> ProcessGroup | None:
     """The ranks whose shards of sequences the attention of `module` joins; None where it has whole sequences."""
-    kernel = AttentionInterface()[module.config._attn_implementation]  # type: ignore[union-attr, index]
+    kernel = AttentionInterface()[module.config._attn_implementation]  # type: ignore[union-attr]
     return get_parallel_state().sp_group if getattr(kernel, "joins_shards", False) else None
 
 
