@@ -15,10 +15,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "GlmMoeDsaAttention",
             "HYV4Attention",
         ),
-        "attends to compressed keys, and its mask has columns for them": (
-            "DeepseekV4Attention",
-            "Glm5NextTextAttention",
-        ),
+        "attends to compressed keys, and its mask has columns for them": ("Glm5NextTextAttention",),
         "computes attention itself, without the interface that kernels are selected by": ("Gemma4AudioAttention",),
         "gets a mask of blocks even where FlashAttention runs, before 5.20": ("PixtralAttention",),
         "is in an image or audio tower, or attends to its output": (
@@ -54,6 +51,11 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "PhiMLP",
             "Starcoder2MLP",
         ),
-        "is in an image or audio tower, mostly without a gate": ("*Vision*MLP", "*VLVisionMLP", "*TalkerResizeMLP"),
+        "is in an image or audio tower, mostly without a gate": (
+            "*Vision*MLP",
+            "*VLVisionMLP",
+            "*TalkerResizeMLP",
+            "UnlimitedOcrMLP",
+        ),
     },
 }
