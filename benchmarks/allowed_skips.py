@@ -46,6 +46,11 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "PhiMLP",
             "Starcoder2MLP",
         ),
-        "is in an image or audio tower, mostly without a gate": ("*Vision*MLP", "*VLVisionMLP", "*TalkerResizeMLP"),
+        "is in an image or audio tower, mostly without a gate": (
+            "*Vision*MLP",
+            "*VLVisionMLP",
+            "*TalkerResizeMLP",
+            "UnlimitedOcrMLP",
+        ),
     },
 }

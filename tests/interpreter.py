@@ -27,6 +27,9 @@ def speed_up() -> None:
         return
     from triton.runtime import interpreter
 
+    # Triton 3.6 has other internals; with it the tests compile kernels and interpret none.
+    if not hasattr(type(interpreter.interpreter_semantic), "_cast_to_computation_type"):
+        return
     if getattr(interpreter, "_opslot_fast", False):
         return
     interpreter._opslot_fast = True

@@ -30,7 +30,7 @@ from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
 _REDUCTIONS = "_fsdp_reductions"
 # Elements whose norm is computed at once on the CPU.
-_CPU_PART = 2**14
+_CPU_PART = 2**12
 
 
 def shard_model(

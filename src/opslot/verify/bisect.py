@@ -1,8 +1,8 @@
 """`bisect`: the slot and the layer of a model that make its loss or gradients wrong.
 
 The model runs with Transformers' code everywhere, in its own dtype and in float64. The error of the bound kernels may
-be twice that of Transformers' code plus one rounding. Where it is more, each op alone, then each layer alone, then each
-slot alone is bound to its kernel, until the smallest part that is still wrong is found.
+be twice that of Transformers' code plus the roundings that the kernels' ops allow. Where it is more, each op alone,
+then each layer alone, then each slot alone is bound to its kernel, until the smallest wrong part is found.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, bound_config, explain
 from opslot.slots.bind import require_module
@@ -29,6 +30,7 @@ Way = Callable[["Suspect"], Iterable["Suspect"]]
 # be small by luck.
 _NO_LUCK, _NO_LUCK_OF_FEW, _FEW = 3.0, 30.0, 8
 _SIXTEEN_BITS = 16
+_NO_KERNEL = ("eager", "absent", "replaced")
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
@@ -142,8 +144,8 @@ class _Trial:
 
     def worst(self, ops: OpsImplementationConfig | None) -> Comparison:
         """The comparison nearest to its bound, or furthest beyond it, with the model bound to `ops`."""
-        bind(self.model, ops)
-        comparisons = self.expected.compare(self.model, self.batch)
+        ulps = _tolerance_ulps(bind(self.model, ops))
+        comparisons = self.expected.compare(self.model, self.batch, ulps)
         worst = nearest(comparisons)
         limit = _NO_LUCK_OF_FEW if self.expected.fp64[worst.name].numel() < _FEW else _NO_LUCK
         if worst.ok or worst.error > limit * worst.bound:
@@ -160,8 +162,7 @@ class _Trial:
                     p.mul_(1 + 0.01 * torch.randn(p.shape, generator=generator).to(p))
         bind(model, "eager")
         expected = _Expected.of(model, self.batch)
-        bind(model, ops)
-        return expected.compare(model, self.batch)
+        return expected.compare(model, self.batch, _tolerance_ulps(bind(model, ops)))
 
 
 @dataclass(frozen=True)
@@ -196,15 +197,20 @@ class _Expected:
         rounding["loss"] = max(eps, relative) * _rms(fp64["loss"])
         return cls(eager, fp64, rounding, selected)
 
-    def compare(self, model: Any, batch: Mapping[str, Any]) -> tuple[Comparison, ...]:
-        """Comparisons of the loss and gradients of a model bound to other kernels."""
+    def compare(self, model: Any, batch: Mapping[str, Any], ulps: Mapping[str, float]) -> tuple[Comparison, ...]:
+        """Comparisons of the loss and gradients of a model bound to other kernels.
+
+        Args:
+            ulps: by dtype name, how many times the rounding a gradient may be off beyond twice eager's error.
+        """
         with Selections(self.selected):
             found = loss_and_gradients(model, batch)
-        return tuple(self._compare(name, x) for name, x in found.items())
+        return tuple(self._compare(name, x, ulps) for name, x in found.items())
 
-    def _compare(self, name: str, found: Tensor) -> Comparison:
+    def _compare(self, name: str, found: Tensor, ulps: Mapping[str, float]) -> Comparison:
         error, eager_error = (_rms(x.double() - self.fp64[name]) for x in (found, self.eager[name]))
-        bound = EAGER_FACTOR * eager_error + self.rounding[name]
+        allowed = 1.0 if name == "loss" else ulps.get(dtype_name(found.dtype), 1.0)
+        bound = EAGER_FACTOR * eager_error + allowed * self.rounding[name]
         return Comparison(name, error if error == error else float("inf"), eager_error, bound)
 
 
@@ -222,10 +228,20 @@ def loss_and_gradients(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor
     return {"loss": loss.detach(), **{f"grad {name}": g for name, g in zip(named, grads, strict=True)}}
 
 
+def _tolerance_ulps(report: BindingReport) -> Mapping[str, float]:
+    """By dtype name, the largest `tolerance_ulps` of the bound kernels' variants."""
+    largest: dict[str, float] = {}
+    for row in report:
+        if row.chosen not in _NO_KERNEL:
+            for dtype, ulps in KERNEL_REGISTRY.op(row.op).variant(row.variant).tolerance_ulps.items():
+                largest[dtype] = max(largest.get(dtype, 1.0), ulps)
+    return largest
+
+
 def _by_field(report: BindingReport) -> Iterator[Suspect]:
     paths: dict[tuple[str, str], list[str]] = {}
     for row in report:
-        if row.chosen not in ("eager", "absent", "replaced"):
+        if row.chosen not in _NO_KERNEL:
             field = KERNEL_REGISTRY.op(row.op).field_of(row.variant)
             paths.setdefault((field, row.chosen), []).extend(row.modules or ("",))
     return (Suspect(field, kernel, tuple(where)) for (field, kernel), where in paths.items())

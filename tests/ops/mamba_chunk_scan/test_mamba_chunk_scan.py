@@ -309,7 +309,7 @@ def test_unsupported_head_size_is_reported_when_bound(width, fits):
 def test_tiles_in_16_bit_have_one_layout_in_shared_memory(head, state):
     """See plan_for: ptxas 12.8 computes wrong addresses where narrower tiles are mixed with these."""
     pytest.importorskip("triton")
-    plan = importlib.import_module("opslot.ops.mamba_chunk_scan.kernels.call").plan_for(head, state, 2)
+    plan = importlib.import_module("opslot.ops.mamba_chunk_scan.kernels.call").plan_for(head, state, 2, 227 * 1024)
     assert min(plan.head, plan.rows, plan.columns, plan.read, plan.shared, plan.chunk) >= 64
 
 

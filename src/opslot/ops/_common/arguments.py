@@ -45,8 +45,10 @@ def in_autocast_dtype(x: Tensor, *others: Any) -> tuple[Any, ...]:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Autocast's dtype on the device of `x`; None where autocast is off, and on devices without, such as meta."""
     device = x.device.type
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if enabled else None
+    # Without torch.amp.is_autocast_available, which breaks graphs of torch 2.11.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

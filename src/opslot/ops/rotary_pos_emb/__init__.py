@@ -2,7 +2,6 @@
 
 from opslot.ops._common.specs import (
     H200,
-    HALF_FLOATS,
     add_liger_kernel,
     add_npu_kernel,
     add_torch_kernel,
@@ -20,19 +19,15 @@ add_triton_kernel(
     priority={H200: 80},
     description="q and k in one launch, no copies",
 )
-# Forward + backward on an H200, bf16, kernels alone, 8192 tokens with 16 and 8, and 32 and 8 heads of 128: 0.087 and
-# 0.144 ms, both norms and the rotation in separate launches 0.133 and 0.206. Other variants and float32 are not
-# measured, so `auto` never selects the kernel for them.
-for _variant in _WITH_NORM:
-    add_triton_kernel(
-        OP,
-        [_variant],
-        factory="norm_triton:{variant}",
-        priority={H200: lambda request: 80 if request.dtype in HALF_FLOATS else None}
-        if _variant == "norm_full"
-        else None,
-        description="both norms and the rotation of q and k in one launch, deterministic",
-    )
+# Forward + backward on an H200, 8192 tokens, 32 and 8 heads of 128, kernels alone: 0.127 ms, norms and rotation
+# in separate launches 0.218; rotated in part 0.176 and 0.222; with the norms last 0.150 and 0.535.
+add_triton_kernel(
+    OP,
+    _WITH_NORM,
+    factory="norm_triton:{variant}",
+    priority={H200: 80},
+    description="both norms and the rotation of q and k in one launch, deterministic",
+)
 add_torch_kernel(
     OP,
     ["full", "full_fp32", "single", "half_cos_sin", "partial"],

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from opslot._base.kernel_launch import cdiv, sm_count
+from opslot._base.kernel_launch import cdiv, shared_memory, sm_count
 from opslot.ops._common.kernels.chunks import Chunks, chunk_table
 from opslot.ops._common.kernels.tiles import as_tokens
 
@@ -43,13 +43,20 @@ class ScanTiling:
     shared_warps: int
 
 
+# Bytes of shared memory of the gradients of B and C with three stages, heads and states of 128.
+_THREE_STAGES = 150 * 1024
+
+
 @functools.cache
-def plan_for(head: int, state: int, element_bytes: int) -> ScanTiling:
+def plan_for(head: int, state: int, element_bytes: int, shared_bytes: int) -> ScanTiling:
     """Sizes whose accumulators fit into registers, and loads into shared memory; not measured.
 
     In 16 bit no tile has rows of less than 128 bytes. Narrower ones have another layout in shared memory, and ptxas
     12.8, which Triton 3.6 has, computes the descriptor of a matmul's operand from an uninitialized register where tiles
     of two layouts have the same address.
+
+    Args:
+        shared_bytes: of shared memory that one CTA can use.
     """
     half = element_bytes == 2
     head_full, state_full = (max(64 if half else 16, triton.next_power_of_2(n)) for n in (head, state))
@@ -61,7 +68,7 @@ def plan_for(head: int, state: int, element_bytes: int) -> ScanTiling:
         columns=64 if half else min(32, state_full),
         read=64 if half else 16,
         shared=min(128 if half else 64, state_full),
-        stages=3 if half else 1,
+        stages=(2 if wide and shared_bytes < _THREE_STAGES else 3) if half else 1,
         walk_warps=4,
         out_warps=8 if wide else 4,
         token_warps=8 if wide else 4,
@@ -146,7 +153,7 @@ def prepare(inputs: Sequence[Any], cu_seqlens: Tensor | None, softplus: bool, lo
     """`inputs` are x, dt, A, B, C, D and dt_bias; the last two may be None."""
     x, dt, A, B, C, D, dt_bias = inputs
     batch, length = x.shape[:2]
-    plan = plan_for(x.shape[3], B.shape[3], x.element_size())
+    plan = plan_for(x.shape[3], B.shape[3], x.element_size(), shared_memory(x.device))
     steps = dt.reshape(-1, dt.shape[2])
     return Call(
         x=as_tokens(x),
