@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ class GradientBuckets:
     gradient on any rank gets none. All ranks launch the same all-reduces in the same order.
 
     Args:
-        parameters: by tensor that backward passes compute a gradient for (the leaf), the parameter that gets the sum.
-            The same on every rank, in the order of the forward pass.
+        parameters: pairs of a tensor that backward passes compute a gradient for (the leaf) and the parameter that gets
+            the sum; alike on every rank, in the order of the forward pass.
         dtype: in which gradients are summed; default the leaf's.
         overlap: start the all-reduce of a bucket when its gradients are complete, instead of after the backward pass.
     """
 
-    def __init__(self, parameters: Mapping[Tensor, Tensor], dtype: torch.dtype | None, overlap: bool) -> None:
+    def __init__(self, parameters: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype | None, overlap: bool) -> None:
         self._overlap = overlap
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
@@ -38,7 +38,7 @@ class GradientBuckets:
         self._started = 0
         open_ones: dict[Any, _Bucket] = {}
         # The backward pass computes the last ones first.
-        for leaf, parameter in reversed(parameters.items()):
+        for leaf, parameter in reversed(parameters):
             key = leaf.device, dtype or leaf.dtype
             bucket = open_ones.get(key)
             if bucket is None or bucket.is_full():

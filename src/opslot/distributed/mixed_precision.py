@@ -181,7 +181,8 @@ class _Copies:
         else:
             copy = nn.Parameter(parameter.detach())
         copy.register_post_accumulate_grad_hook(self._after_gradient)
-        return copy.requires_grad_(parameter.requires_grad)
+        copy.requires_grad_(parameter.requires_grad)
+        return copy
 
     def _after_gradient(self, copy: Tensor) -> None:
         """Reduce the gradient, or move it to the parameter when the backward pass ends."""
@@ -270,7 +271,7 @@ class _Copies:
                     self._copies[parameter] = self._copy_of(parameter)
                 self._places.append((held, name, parameter, self._copies[parameter]))
         if self._reduction is not None:
-            trained = {copy: p for p, copy in self._copies.items() if p.requires_grad}
+            trained = [(copy, parameter) for parameter, copy in self._copies.items() if parameter.requires_grad]
             self._buckets = GradientBuckets(trained, self._reduction.dtype, self._reduction.overlap)
 
     def _is_current(self) -> bool:
