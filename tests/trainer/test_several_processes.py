@@ -21,6 +21,8 @@ SIZES = {
     "sp": {"sp_size": 2, "fsdp": {"ulysses_overlap": True}},
     "ep": {"ep_size": 2},
     "sp and ep": {"sp_size": 2, "ep_size": 2},
+    "ddp": {"data_parallel_mode": "ddp"},
+    "ddp and sp": {"data_parallel_mode": "ddp", "sp_size": 2},
 }
 
 
@@ -61,6 +63,8 @@ def write(settings, tmp_path):
         pytest.param("sp", marks=pytest.mark.slow),
         pytest.param("ep", marks=pytest.mark.slow),
         "sp and ep",
+        "ddp",
+        pytest.param("ddp and sp", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
@@ -80,6 +84,8 @@ def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
         pytest.param("ep", None, marks=pytest.mark.slow),
         (None, "sp and ep"),
         pytest.param("sp", "fsdp", marks=pytest.mark.slow),
+        ("fsdp", "ddp"),
+        ("ddp", None),
     ],
 )
 def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before, after):
