@@ -101,6 +101,20 @@ def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before,
     assert_same_curve(curve(tmp_path / "split"), curve(tmp_path / "straight"))
 
 
+@pytest.mark.parametrize("param_dtype", [None, "bfloat16"])
+def test_resumed_ddp_continues_bit_for_bit(ranks, write, tmp_path, param_dtype):
+    changes = {"data_parallel_mode": "ddp", "fsdp": {"param_dtype": param_dtype}, "lr_scheduler": "constant"}
+    for name, max_steps, resume in (("straight", 4, None), ("split", 2, None), ("split", 4, "latest")):
+        file = write(name, max_steps=max_steps, **{"checkpoint.resume_from": resume}, **changes)
+        assert ranks.run(run_config, file) == [0, 0]
+    straight, split = (
+        [(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)] for name in ("straight", "split")
+    )
+    assert straight == split
+    exported = [AutoModelForCausalLM.from_pretrained(tmp_path / n / "hf").state_dict() for n in ("straight", "split")]
+    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
+
+
 @pytest.fixture
 def by_tokens(settings, write):
     """Batches of whole documents with more tokens per step than fit into one micro batch per rank."""

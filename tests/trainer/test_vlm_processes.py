@@ -77,8 +77,13 @@ def test_ranks_skip_the_same_samples(write, ranks, tmp_path):
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
-@pytest.mark.quick("sp")
-@pytest.mark.parametrize("changes", [{}, {"sp_size": 2}], ids=["fsdp", "sp"])
+DDP = {"data_parallel_mode": "ddp"}
+
+
+@pytest.mark.quick("sp", "ddp")
+@pytest.mark.parametrize(
+    "changes", [{}, {"sp_size": 2}, DDP, DDP | {"sp_size": 2}], ids=["fsdp", "sp", "ddp", "ddp-sp"]
+)
 def test_packed_samples(settings, tmp_path, ranks, changes):
     from tests.multimodal import write_model, write_samples
 
