@@ -48,7 +48,7 @@ class Snapshot:
 
     Attributes:
         step: the last step done.
-        tensors: state dicts of model and optimizer, with this rank's shards, and its share of the tensors that all hold.
+        tensors: state dicts of model and optimizer: this rank's shards, and its share of the tensors that all hold.
         state: of the run, JSON-able: "tokens_seen", "data" (the dataloader's state), "random" (those of each rank's
             generators), and what else the trainer keeps.
         kernels: what `opslot.explain(model)` reports.
