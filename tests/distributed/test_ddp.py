@@ -200,6 +200,47 @@ def reuse_inside_a_checkpoint():
     return True
 
 
+def train_a_layer_outside():
+    state = init_parallel_state(device_type="cpu")
+    model = opslot.parallelize(tiny.build("qwen3"), state, **DDP)
+    hidden = model.model(input_ids=tiny.rows(0)["input_ids"], use_cache=False).last_hidden_state
+    with pytest.raises(ParallelError, match="set data_parallel_mode to fsdp2"):
+        model.lm_head(hidden).sum().backward()
+
+
+def test_a_gradient_that_is_not_reduced_raises(ranks):
+    ranks.run(train_a_layer_outside)
+
+
+def raise_once():
+    """Gradients after a backward pass that raised when some all-reduces had started."""
+    state = init_parallel_state(device_type="cpu")
+    monkeypatch = pytest.MonkeyPatch()
+    # Every parameter has a bucket.
+    monkeypatch.setattr("opslot.distributed.gradient_buckets._BUCKET_BYTES", 1)
+    model = Parts()
+    replicate(model, None)
+    x = torch.full((2, 3), 1.0 + state.rank, requires_grad=True)
+
+    def fail(gradient):
+        raise ValueError
+
+    handle = x.register_hook(fail)
+    with pytest.raises(ValueError):
+        model(x, (0, 1, 2)).backward()
+    handle.remove()
+    model(x, (0, 1, 2)).backward()
+    monkeypatch.undo()
+    return tiny.gradients(model)
+
+
+def test_a_backward_pass_that_raised(ranks):
+    alone = Parts()
+    for rank in range(2):
+        alone(torch.full((2, 3), 1.0 + rank), (0, 1, 2)).backward()
+    tiny.assert_gradients_close(ranks.run(raise_once), tiny.gradients(alone))
+
+
 def test_a_parameter_inside_and_outside_of_reentrant_checkpoints(ranks):
     ranks.run(reuse_inside_a_checkpoint)
 

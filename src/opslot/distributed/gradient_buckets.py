@@ -48,10 +48,11 @@ class GradientBuckets:
             self._bucket_of[leaf] = bucket
 
     def begin(self) -> None:
-        """A backward pass begins."""
+        """A backward pass begins; the last one may have raised."""
         self._started = 0
         for bucket in self._buckets:
             bucket.arrived.clear()
+            bucket.discard_started()
 
     def arrive(self, leaf: Tensor, reduce: bool) -> None:
         """The backward pass has computed the gradient of `leaf`.
@@ -168,6 +169,15 @@ class _Bucket:
                 parameter.grad = view.to(parameter.dtype)
             else:
                 parameter.grad.add_(view)
+        self._reset()
+
+    def discard_started(self) -> None:
+        """Forget the sums of an all-reduce that has started."""
+        if self.work is not None:
+            self.work.wait()
+            self._reset()
+
+    def _reset(self) -> None:
         self._has_gradient = [False] * len(self.leaves)
         self._sums, self._views, self.work = None, [], None
 

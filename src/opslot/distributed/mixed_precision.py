@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
+from opslot._base.errors import ParallelError
 from opslot.distributed.gradient_buckets import GradientBuckets
 
 # Of the device's memory.
@@ -120,6 +122,7 @@ class _Copies:
         self._places: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._without_copy: list[nn.Parameter] = []
+        self._guards: list[RemovableHandle] = []
         self._is_found = False
         # Modules that may be computed again in the backward pass.
         self._checkpointed: list[nn.Module] = []
@@ -223,6 +226,9 @@ class _Copies:
         self._place_parameters()
         self._places, self._copies, self._buckets, self._is_found = [], {}, None, False
         self._without_copy = []
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
 
     def _in_backward(self) -> bool:
         return self._backward != _NO_BACKWARD and self._backward == torch._C._current_graph_task_id()
@@ -272,6 +278,7 @@ class _Copies:
                 self._places.append((held, name, parameter, self._copies[parameter]))
         if self._reduction is not None:
             trained = [(copy, parameter) for parameter, copy in self._copies.items() if parameter.requires_grad]
+            self._guards = [p.register_post_accumulate_grad_hook(_raise_not_reduced) for _, p in trained]
             self._buckets = GradientBuckets(trained, self._reduction.dtype, self._reduction.overlap)
 
     def _is_current(self) -> bool:
@@ -314,6 +321,15 @@ class _Copies:
         for held, name, parameter, copy in self._places:
             if held.get(name) is copy:
                 held[name] = parameter
+
+
+def _raise_not_reduced(parameter: Tensor) -> None:
+    """Hook of a parameter whose copy or alias should have got the gradient."""
+    raise ParallelError(
+        "a parameter got a gradient outside of the model's forward pass, which is not summed over the ranks",
+        found=f"one of shape {tuple(parameter.shape)}, as where a loop of its own calls a layer, such as the head",
+        hint="compute the loss in the model's forward, or set data_parallel_mode to fsdp2",
+    )
 
 
 def _is_cast(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
