@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot.distributed import ParallelState
 from opslot.models import MODELING_REGISTRY
 from opslot.models.discovery import discover, sequences
 from opslot.models.parallelize import parallel_plan
@@ -413,7 +413,7 @@ def test_sequences_of_such_models_are_not_sharded(config, reason):
         model = class_of(config)._from_config(config)
     opslot.apply(model, "eager", device="cpu")
     with pytest.raises(ConfigError, match=rf"cannot be sharded \(sp=2\): {reason}"):
-        opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, world_size=2, mesh=None))
+        opslot.parallelize(model, ParallelState(sp=2))
 
 
 def test_build_save_and_load(tmp_path):
