@@ -298,5 +298,9 @@ def test_auto_is_ddp_for_small_models_on_a_gpu(monkeypatch):
     model = nn.Linear(10, 11, bias=False)
     assert needs_fsdp(param_dtype=BF16)
     assert not needs_fsdp(data_parallel_mode="ddp")
+    # Quantized weights are whole with FSDP2 too.
+    model.load_weight = None
+    assert not needs_fsdp(param_dtype=BF16)
+    del model.load_weight
     # One process only holds the copies more than with FSDP2.
     assert not needs_fsdp(dp_shard=1, param_dtype=BF16)

@@ -203,9 +203,16 @@ def needs_fsdp(
 
 
 def _is_small(model: nn.Module, device: torch.device) -> bool:
-    """Whether all parameters, and so gradients and optimizer state too, take little of a GPU's memory."""
-    held = sum(p.numel() * p.itemsize for p in model.parameters())
+    """Whether all parameters that FSDP2 would shard, and so their gradients too, take little of a GPU's memory."""
+    whole = _whole_weights(model)
+    held = sum(p.numel() * p.itemsize for p in model.parameters() if p not in whole)
     return device.type == "cuda" and takes_little_memory(held, device)
+
+
+def _whole_weights(model: nn.Module) -> set[Any]:
+    """Weights that are quantized as they are loaded, which stay whole on each rank."""
+    whole: set[Any] = {m.weight for m in model.modules() if hasattr(m, "load_weight")}
+    return whole | {getattr(m, name) for m in model.modules() for name in getattr(m, "load_weights", ())}
 
 
 def _keeps_gathered(model: nn.Module, param_dtype: torch.dtype | None, device: torch.device) -> bool:
@@ -413,10 +420,7 @@ def _shard(
 ) -> list[list[nn.Module]]:
     """Bottom-up `fully_shard`; returns, layer by layer and then for the head, the modules whose parameters it needs."""
     owners = [model.get_submodule(path) for path in experts]
-    # Weights that are quantized as they are loaded stay whole on each rank.
-    whole = {m.weight for m in model.modules() if hasattr(m, "load_weight")}
-    whole |= {getattr(m, name) for m in model.modules() for name in getattr(m, "load_weights", ())}
-    options = {**options, "ignored_params": whole or None}
+    options = {**options, "ignored_params": _whole_weights(model) or None}
     for path, owner in zip(experts, owners, strict=True):
         _check_expert_shapes(path, owner, state)
         fully_shard(
