@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opslot._base.errors import ParallelError
 
-# An all-reduce of so much reaches the bandwidth of NVLink, and the last one, which nothing overlaps, is short.
+# Large enough for the bandwidth of NVLink and for little work on the host, small enough to overlap all but the last.
 _BUCKET_BYTES = 2**26
 # Elements to which the gradients in a bucket are aligned, for vectorized kernels.
 _ALIGNMENT = 64
