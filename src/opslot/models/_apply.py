@@ -70,11 +70,13 @@ def apply(
     from opslot.models._by_document import give_documents
     from opslot.models._host_inputs import keep_inputs_on_host, reads_host_inputs
     from opslot.models._modalities import keep_documents_from_towers
+    from opslot.models._packed_documents import separate_documents
 
     if reads_host_inputs(model):
         keep_inputs_on_host(model)
     keep_documents_from_towers(model)
     give_documents(model)
+    separate_documents(model)
     return report
 
 
@@ -113,10 +115,12 @@ def restore(model: Any) -> Any:
     from opslot.models._by_document import stop_giving_documents
     from opslot.models._host_inputs import stop_keeping_inputs_on_host
     from opslot.models._modalities import stop_keeping_documents_from_towers
+    from opslot.models._packed_documents import stop_separating_documents
 
     stop_keeping_inputs_on_host(model)
     stop_keeping_documents_from_towers(model)
     stop_giving_documents(model)
+    stop_separating_documents(model)
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None

@@ -237,7 +237,8 @@ def _computes_attention(module: ModuleView, name: str) -> bool:
     nodes = nodes_below(module.classes[name])
     called = [ast.unparse(node.func).rpartition(".")[2].lower() for node in nodes if isinstance(node, ast.Call)]
     operators = sum(isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult) for node in nodes)
-    products = operators + sum(function in _PRODUCTS for function in called)
+    # Also modules that wrap them, such as self.matmul_qk.
+    products = operators + sum(function in _PRODUCTS or function.startswith("matmul_") for function in called)
     return not _FUSED.isdisjoint(called) or ("softmax" in called and products > 1)
 
 
