@@ -8,7 +8,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens only to FlashAttention.
 - `_opslot_masks_of`: the implementation of attention whose masks the class reads, whichever is selected.
 - `_opslot_computes_attention`: whether an attention class computes it itself, without Transformers' interface.
-- `_opslot_reads_padding`: whether the class reads hidden states at padding, such as those of the last position.
+- `_opslot_reads_padding`: where the class reads hidden states that may be padding's: "first" position, or "all".
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 - `_opslot_unknown_layers`: why the layers of a model were not searched for that, and may do so too.
 - `_opslot_by_document`: an instance runs once for each document where a module in it keeps whole sequences, or where
@@ -44,6 +44,7 @@ CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 MASKS_OF = PREFIX + "masks_of"
 COMPUTES_ATTENTION = PREFIX + "computes_attention"
 READS_PADDING = PREFIX + "reads_padding"
+FIRST_PADDING, ALL_PADDING = "first", "all"
 LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
 ADOPT = PREFIX + "adopt"
@@ -175,9 +176,10 @@ def masks_of(module: Any) -> str | None:
     return getattr(type(module), MASKS_OF, None)
 
 
-def reads_padding(module: Any) -> bool:
-    """Whether a module's class reads hidden states at padding."""
-    return getattr(type(module), READS_PADDING, False)
+def reads_padding(model: Any) -> str | None:
+    """Where the modules of a model read hidden states that may be padding's: FIRST_PADDING, ALL_PADDING or None."""
+    found = {getattr(type(module), READS_PADDING, None) for module in model.modules()}
+    return next((where for where in (ALL_PADDING, FIRST_PADDING) if where in found), None)
 
 
 def lost_slots(module: Any) -> str:

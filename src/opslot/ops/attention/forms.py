@@ -16,9 +16,11 @@ from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.source import nodes_below
 from opslot.slots.protocol import (
+    ALL_PADDING,
     ATTENTION_OPTIONS,
     COMPUTES_ATTENTION,
     CU_SEQLENS_FOR_FLASH,
+    FIRST_PADDING,
     MASKS_OF,
     READS_PADDING,
 )
@@ -181,19 +183,26 @@ class CuSeqlensForFlash:
                 yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
 
 
+# Hidden states of the first position, of the last one and of all.
+_FIRST = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)\[:, 0(?:, :)?\]")
+_LAST_OR_ALL = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)(?:\[:, -1(?:, :)?\]|\.mean\((?:dim=)?1\))")
+
+
 @dataclass(frozen=True)
 class ReadsPadding:
-    """Encoders whose output is the last position's, which may be padding and attends to the tokens before it, and
+    """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens, and
     question answering, whose loss compares all positions with that of the answer."""
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        for name, forward in module.methods():
+        for name, forward in module.methods() if module.called_by_methods("create_bidirectional_mask") else ():
             text = module.text(forward)
-            if "create_bidirectional_mask(" in text and re.search(r"= last_hidden_state\[:, -1, :\]", text):
-                yield ClassFact(name, READS_PADDING, True)
+            if _LAST_OR_ALL.search(text):
+                yield ClassFact(name, READS_PADDING, ALL_PADDING)
+            elif _FIRST.search(text):
+                yield ClassFact(name, READS_PADDING, FIRST_PADDING)
         for name in module.classes:
             if "ForQuestionAnswering" in name:
-                yield ClassFact(name, READS_PADDING, True)
+                yield ClassFact(name, READS_PADDING, ALL_PADDING)
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     chosen = slot.resolution.chosen
     falls_back = not slot.resolution.explicit and not masks.applies_any(mask_function)
     falls_back = getattr(mask_function, "falls_back", falls_back)
-    at_padding = not slot.wrappers and any(map(reads_padding, _modules_of(model)))
+    at_padding = None if slot.wrappers else reads_padding(model)
     if not slot.wrappers:
         mask_function = masks.mask_function(mask_function, chosen, falls_back=falls_back, at_padding=at_padding)
         kernel = masks.reads_layout(kernel, dense if falls_back else None)
@@ -195,7 +195,7 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
         # Of the same name for other variants, but another function.
         shown += "_compressed"
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
-    suffixes = [*(["or_dense"] if falls_back else []), *(["at_padding"] if at_padding else [])]
+    suffixes = [*(["or_dense"] if falls_back else []), *([f"at_{at_padding}_padding"] if at_padding else [])]
     name = ATTENTION_PREFIX + "_".join([shown, *suffixes, *wrappers])
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, mask_function)
