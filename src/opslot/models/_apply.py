@@ -9,6 +9,7 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._registry import architecture_of
 from opslot.models._subclasses import derived, overridden, with_slots
+from opslot.patchgen.source import architecture_in
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
 from opslot.slots.protocol import ADOPT, copy_upstream_globals, derived_from, set_replaced_forward
@@ -51,7 +52,7 @@ def apply(
     if not moves and not already:
         raise ConfigError(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
-            found="no module of an architecture in whose code slots were found",
+            found="; ".join(["no module of an architecture in whose code slots were found", *_skips(model)]),
             hint=(
                 "see what `opslot discover ARCHITECTURE` finds; a class of your own declares its slots with OpSlot "
                 "(docs/architectures.md)"
@@ -78,6 +79,19 @@ def apply(
     give_documents(model)
     separate_documents(model)
     return report
+
+
+def _skips(model: Any) -> list[str]:
+    """What keeps Transformers' implementation in the modules of a model without slots, and why."""
+    from opslot.models.discovery.engine import discover
+
+    found: dict[str, None] = {}
+    for cls in dict.fromkeys(type(module) for module in model.modules()):
+        arch = architecture_in(cls.__module__)
+        for skip in discover(arch).skips if arch is not None else ():
+            if skip.symbol.partition(".")[0] == cls.__name__:
+                found[f"{skip.op} of {skip.symbol}: it {skip.reason}"] = None
+    return list(found)
 
 
 def _give_class(module: Any, old: type, new: type) -> None:
