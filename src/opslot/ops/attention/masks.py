@@ -355,12 +355,12 @@ def mask_function(
                 return own(**given)
             return dense_or_raise(given)
         read = at_padding is not None and attention_mask is not None
-        if read and at_padding == FIRST_PADDING and attention_mask.dim() == 2 and not (compiling and any_mask):
+        if attention_mask is not None and at_padding == FIRST_PADDING and not (compiling and any_mask):
             tokens_first = attention_mask[:, 0].all()
             if compiling:
                 torch._assert_async(tokens_first, f"attn_implementation={name!r}: {_LEFT_PADDED}")
             read = not (compiling or bool(tokens_first))
-        if read and (compiling or _needs_padding(pattern, attention_mask)):
+        if attention_mask is not None and read and (compiling or _needs_padding(pattern, attention_mask)):
             return own(**given) if any_mask else dense_or_raise(given)
         if compiling:
             return _chunked(given) or own(**given)
