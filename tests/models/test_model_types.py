@@ -90,6 +90,7 @@ def test_data2vec_text_equals_transformers() -> None:
         ("DebertaForMaskedLM", "attention of DisentangledSelfAttention: it computes attention itself"),
         ("DebertaForMaskedLM", "cross_entropy_loss of DebertaForMaskedLM: it takes its logits from somewhere else"),
         ("LukeForMaskedLM", "attention of LukeSelfAttention: it computes attention itself"),
+        ("WavLMModel", "attention of WavLMAttention: it computes attention itself"),
         ("Wav2Vec2BertModel", "attention of Wav2Vec2BertSelfAttention: it passes position_bias to attention"),
     ],
 )

@@ -92,7 +92,7 @@ _SPARSE = {"indices", "block_indices"}
 # Of attention that a class computes itself: products of queries and keys, functions that compute all of it, and one way
 # to read a mask.
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
-_FUSED = {"scaled_dot_product_attention", "_flash_attention_forward"}
+_FUSED = {"scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward"}
 _READS_BOOLS = "attention_mask.logical_not()"
 
 
