@@ -91,7 +91,10 @@ def test_data2vec_text_equals_transformers() -> None:
         ("DebertaForMaskedLM", "cross_entropy_loss of DebertaForMaskedLM: it takes its logits from somewhere else"),
         ("LukeForMaskedLM", "attention of LukeSelfAttention: it computes attention itself"),
         ("WavLMModel", "attention of WavLMAttention: it computes attention itself"),
-        ("Wav2Vec2BertModel", "attention of Wav2Vec2BertSelfAttention: it (passes position_bias|computes attention itself)"),
+        (
+            "Wav2Vec2BertModel",
+            "attention of Wav2Vec2BertSelfAttention: it (passes position_bias|computes attention itself)",
+        ),
     ],
 )
 def test_models_without_slots_name_the_reasons(name, reason) -> None:
