@@ -33,6 +33,43 @@ def test_16_bit_images_are_scaled_to_8_bits(tmp_path):
     np.testing.assert_array_equal(pixels, np.repeat((values >> 8)[..., None], 3, -1))
 
 
+@pytest.mark.parametrize("scale", [np.int32(257), np.float32(1), np.float32(1 / 255)], ids=["I", "F", "F up to 1"])
+def test_values_of_gray_images_are_those_of_8_bits(scale, tmp_path):
+    """In Pillow's modes I, of TIFF files and older 16-bit PNG, and F."""
+    values = np.arange(0, 256, 17).reshape(4, 4)
+    Image.fromarray((values * scale).astype(scale.dtype)).save(tmp_path / "1.tif")
+    pixels = np.asarray(load_image("1.tif", tmp_path, Limits()))
+    np.testing.assert_allclose(pixels, np.repeat(values[..., None], 3, -1), atol=1)
+
+
+def test_array_of_an_image_without_pixels_raises(tmp_path):
+    with pytest.raises(MediaError, match=r"shape \[0, 4, 3\] and dtype uint8 is not an image"):
+        load_image({"array": np.zeros((0, 4, 3), np.uint8)}, tmp_path, Limits())
+
+
+@pytest.mark.parametrize("load", [load_image, load_video, lambda source, folder, _: load_audio(source, folder, 16000)])
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("a\0.png", "cannot be read .*null byte"),
+        ("~nobody-of-that-name/1.png", "cannot be read .*home directory"),
+        ("s3://bucket/1.png", "s3://bucket/1.png is not downloaded"),
+        ("file:///gone%201.png", "cannot be read .No such file"),
+    ],
+)
+def test_paths_that_are_not_files_raise(load, source, problem, tmp_path):
+    with pytest.raises(MediaError, match=problem):
+        load(source, tmp_path, Limits())
+
+
+def test_file_url(tmp_path):
+    folder = tmp_path / "a b"
+    file = draw(folder / "50%.png", 1)
+    assert "%20" in file.as_uri()
+    for url in (file.as_uri(), f"file://{file}", file.as_uri().replace("file://", "file://localhost")):
+        assert load_image(url, tmp_path, Limits()).size == load_image(str(file), tmp_path, Limits()).size
+
+
 def test_long_sources_are_cut_in_errors(tmp_path):
     with pytest.raises(MediaError, match=r"give base64 text as") as caught:
         load_image("iVBORw0KGgo" * 30, tmp_path, Limits())

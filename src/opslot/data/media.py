@@ -8,11 +8,13 @@ import io
 import itertools
 import json
 import math
+import re
 import wave
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -31,6 +33,7 @@ _BEYOND = 32
 _LOUDEST = 4.0
 # Bytes in the header of a WAV file that was written to a stream, before their number was known.
 _STREAMED = 2**31 - 2**16
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 # Keys of a source, in the order in which they are looked for.
 _KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
 
@@ -111,10 +114,20 @@ def _rgb(image: Image) -> Image:
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):
-        # Pillow clips 16-bit values to 255.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode[0] in "IF":
+        # Pillow clips values of 16 bits to 255, and truncates floats up to 1.
+        image = Image.fromarray(_of_depth(np.asarray(image)))
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _of_depth(values: np.ndarray) -> np.ndarray:
+    """uint8 pixels of gray values: of 16 or 8 bits, or floats up to 1 or 255."""
+    if values.dtype.kind == "f":
+        # As `_pixels` takes them.
+        values = values if values.max() <= 1 + _BEYOND / 255 else values / 255
+    elif values.dtype.itemsize == 2 or 255 + _BEYOND < values.max() < 2**16:
+        values = values >> 8
+    return _pixels(values, (2,), "an image")
 
 
 def load_video(source: Any, folder: Path, limits: Limits) -> Video:
@@ -278,17 +291,23 @@ def _read(value: Any, folder: Path) -> bytes:
             return base64.b64decode("".join(value.partition(",")[2].split()), validate=True)
         except binascii.Error as error:
             raise MediaError(f"not base64: {error}") from error
-    if value.startswith(("http://", "https://")):
-        raise MediaError(f"{value} is not downloaded; store the file and give its path")
-    path = folder / Path(value.removeprefix("file://")).expanduser()
+    shown = value if len(value) < _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+    if _URL.match(value) and not value.startswith("file://"):
+        raise MediaError(f"{shown} is not downloaded; store the file and give its path")
     try:
-        return path.read_bytes()
-    except OSError as error:
-        shown = value if len(value) < _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+        return _path(value, folder).read_bytes()
+    # ValueError: a null byte. RuntimeError: no home directory.
+    except (OSError, ValueError, RuntimeError) as error:
         hint = "" if len(value) < _LONGEST_SHOWN else '; give base64 text as {"base64": ...} or a data: URI'
-        raise MediaError(
-            f"{shown} cannot be read ({error.strerror}); relative paths start at {folder}{hint}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise MediaError(f"{shown} cannot be read ({reason}); relative paths start at {folder}{hint}") from error
+
+
+def _path(value: str, folder: Path) -> Path:
+    """The path in a file URL, whose characters may be percent-encoded, or `value`; relative to `folder`."""
+    path = folder / Path(value.removeprefix("file://").removeprefix("localhost")).expanduser()
+    is_encoded = value.startswith("file://") and "%" in value and not path.exists()
+    return Path(unquote(str(path))) if is_encoded else path
 
 
 def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
@@ -297,7 +316,9 @@ def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise MediaError(f"the array of {what} is not rectangular ({error})") from error
-    if array.ndim not in dimensions or 0 in array.shape[1:] or array.dtype.kind not in "uif":
+    # No frames are an error of their own.
+    no_size = 0 in (array.shape[1:] if array.ndim == 4 else array.shape)
+    if array.ndim not in dimensions or no_size or array.dtype.kind not in "uif":
         raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not {what}")
     if array.ndim > 2 and array.shape[-1] not in (1, 3, 4) and array.shape[-3] in (1, 3, 4):
         array = np.moveaxis(array, -3, -1)
