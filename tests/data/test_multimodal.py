@@ -10,13 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedConfig
 
 from opslot._base.errors import ConfigError
 from opslot.data import multimodal, multimodal_collation
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
-from opslot.data.media import from_bytes
+from opslot.data.media import Limits, from_bytes, load_image
 from opslot.data.multimodal import MultimodalEncoder, encoder_cost
 from opslot.data.records import split_into_shards
 from opslot.data.rope_positions import RopePositions
@@ -110,6 +111,36 @@ def test_forms_of_an_image_are_equal(encoder_of, tmp_path, form):
         assert not problems
         found.append(encoder.features(document.extra, tokens_of(document))["pixel_values"])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("in_template", [False, True])
+@pytest.mark.parametrize("images", [0, 2])
+def test_special_tokens_are_those_of_the_processor(encoder_of, tmp_path, images, in_template):
+    """The template of LLaVA leaves the first token to the tokenizer, which adds none to text that has it."""
+    encoder = encoder_of()
+    tokenizer, processor = encoder.tokenizer, encoder.processor
+    tokenizer.add_special_tokens({"bos_token": "<|vision_start|>"})
+    bos = ("<|vision_start|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    if in_template:
+        tokenizer.chat_template = processor.chat_template = "{{ bos_token }}" + processor.chat_template
+    messages = talk(*[str(png(tmp_path, number)) for number in range(images)])
+    (document,), problems, _ = encode(encoder, write(tmp_path, {"messages": messages}))
+    assert not problems
+    if images:
+        for part in messages[0]["content"][:-1]:
+            part["image"] = load_image(part["image"], tmp_path, Limits())
+    else:
+        # Transformers takes all messages with strings, or all with parts.
+        messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    expected = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+    assert expected["input_ids"][0, 0] == bos[1]
+    assert tokens_of(document).tolist() == expected["input_ids"][0].tolist()
+    assert trained_text(encoder, document) == "a red circle<|im_end|>"
+    found = encoder.features(document.extra, tokens_of(document))
+    for name in ("pixel_values", "image_grid_thw"):
+        assert (name in found) == (name in expected) == bool(images)
+        assert not images or torch.equal(found[name], expected[name])
 
 
 def test_tags_and_columns(encoder_of, tmp_path):

@@ -200,8 +200,12 @@ class MultimodalEncoder(ChatEncoder):
             loaded: its images, videos and audio.
             expanded: its text with all placeholders.
         """
-        encoded = self.tokenizer(expanded, add_special_tokens=self.plain, return_offsets_mapping=True, verbose=False)
-        if encoded["input_ids"] != ids.tolist():
+        # Some processors add them themselves.
+        for special in (False, True):
+            encoded = self.tokenizer(expanded, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+            if encoded["input_ids"] == ids.tolist():
+                break
+        else:
             raise SampleError(f"{type(self.processor).__name__} returns other tokens than its text has")
         spans = sample.spans
         if spans is not None:
@@ -276,7 +280,7 @@ class MultimodalEncoder(ChatEncoder):
 
     def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], tracks: Sequence[int | None]) -> Any:
         """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
-        options = {"return_tensors": "pt", "add_special_tokens": self.plain}
+        options = {"return_tensors": "pt", **special_tokens_option(self.tokenizer, text, plain=self.plain)}
         try:
             return call_processor(
                 self.processor,
@@ -414,6 +418,21 @@ class MultimodalEncoder(ChatEncoder):
         token = getattr(self.config, "video_token_id", None)
         has_frames = "video_grid_thw" in inputs and "pixel_values_videos" in inputs
         return has_frames and token is not None and not bool((ids == token).any())
+
+
+def special_tokens_option(tokenizer: Any, text: str, *, plain: bool = False) -> dict[str, bool]:
+    """The option by which a processor adds special tokens to a text as its `apply_chat_template` does.
+
+    A chat template of a text model has all of them. That of a multimodal model, such as LLaVA's, may leave the first
+    one to the tokenizer.
+
+    Args:
+        plain: the text has no chat template.
+    """
+    if plain:
+        return {"add_special_tokens": True}
+    bos = getattr(tokenizer, "bos_token", None)
+    return {"add_special_tokens": False} if bos and text.startswith(bos) else {}
 
 
 class _Recorder:
