@@ -13,8 +13,9 @@ from opslot.data.encoder import SampleError
 
 Message = dict[str, Any]
 
-_ROLES = ("system", "user", "assistant")
-_TEXT = "opslot"
+_ROLES = ("system", "user", "assistant", "tool")
+_CALL = {"id": "opslot000", "type": "function", "function": {"name": "opslot", "arguments": {}}}
+_TEXT = "some text"
 
 
 class ContentForms:
@@ -64,7 +65,14 @@ class ContentForms:
         message = {"role": role, "content": [{"type": "text", "text": _TEXT}] if as_parts else _TEXT}
         for other in ("", [{"type": "text", "text": ""}]):
             user = {"role": "user", "content": other}
-            messages = {"system": [message, user], "user": [message], "assistant": [user, message]}[role]
+            call = {"role": "assistant", "content": other, "tool_calls": [_CALL]}
+            answer = {**message, "name": "opslot", "tool_call_id": _CALL["id"]}
+            messages = {
+                "system": [message, user],
+                "user": [message],
+                "assistant": [user, message],
+                "tool": [user, call, answer],
+            }[role]
             try:
                 text, _ = self.render(messages, None)
             # The code of any template.
