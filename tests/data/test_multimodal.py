@@ -444,3 +444,15 @@ def test_features_are_joined_in_shared_memory_by_processes_of_the_loader(monkeyp
     assert joined.is_shared()
     assert torch.equal(joined, expected)
     assert torch.equal(multimodal_collation._joined([parts[2]]), parts[2])
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_floating_point_features_are_joined_in_a_dtype(monkeypatch, in_worker):
+    monkeypatch.setattr(multimodal_collation, "get_worker_info", lambda: object() if in_worker else None)
+    parts = [torch.rand(2, 3), torch.rand(5, 3)]
+    for given in (parts, parts[:1]):
+        joined = multimodal_collation._joined(given, torch.bfloat16)
+        assert joined.is_shared() == in_worker
+        assert torch.equal(joined, torch.cat(given).bfloat16())
+        numbers = multimodal_collation._joined([torch.arange(3)] * len(given), torch.bfloat16)
+        assert numbers.dtype == torch.int64

@@ -82,6 +82,16 @@ def require_trainable_dtype(model: PreTrainedModel) -> None:
         )
 
 
+def input_dtype(config: RunConfig) -> torch.dtype:
+    """What the model casts floating-point inputs to: the dtype of its weights, then that of the computation.
+
+    Called with a configuration that `with_default_precision` returned.
+    """
+    weights = dtype_of_weights(config)
+    computed = config.train.fsdp.param_dtype if weights == "float32" else None
+    return getattr(torch, computed or weights)
+
+
 def dtype_of(name: str | None) -> torch.dtype | None:
     """The torch dtype of a configuration field; None where it is not set."""
     return None if name is None else getattr(torch, name)
