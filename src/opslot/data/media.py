@@ -333,7 +333,8 @@ def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
             f"the array of {what} has values from {array.min() / scale:.4g} to {array.max() / scale:.4g}; integers are "
             "from 0 to 255, floats from 0 to 1"
         )
-    array = array.clip(0, 255).astype(np.uint8)
+    if array.dtype != np.uint8:
+        array = array.clip(0, 255).astype(np.uint8)
     return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
 
 
@@ -421,9 +422,16 @@ def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> V
             container,
             stream,
             lambda count: _sampled(count, fps, limits, source),
-            lambda frame: load_image(frame.to_image().rotate(frame.rotation, expand=True), folder, limits),
+            lambda frame: load_image(_upright(frame), folder, limits),
         )
     return _video(frames, [*indices], total, fps)
+
+
+def _upright(frame: Any) -> np.ndarray | Image:
+    """A PyAV frame, turned as the header of its track says."""
+    if frame.rotation % 90:
+        return frame.to_image().rotate(frame.rotation, expand=True)
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
 
 
 def _av(source: Any) -> Any:
