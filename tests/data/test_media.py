@@ -11,13 +11,12 @@ import torch
 from PIL import Image
 from transformers import image_utils
 
-from opslot.data import media, seeking
+from opslot.data import audio, media, seeking
+from opslot.data.audio import load_audio, load_audio_track
 from opslot.data.media import (
     Limits,
     MediaError,
     from_bytes,
-    load_audio,
-    load_audio_track,
     load_image,
     load_video,
     to_bytes,
@@ -270,12 +269,15 @@ def test_pixels_that_are_not_finite_raise(tmp_path):
 
 
 def test_torchcodec_decodes_where_it_is_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(media, "_torchcodec", lambda: FakeDecoders)
+    for module in (media, audio):
+        monkeypatch.setattr(module, "torchcodec_decoders", lambda: FakeDecoders)
     video = load_video({"bytes": b"video"}, tmp_path, Limits(max_frames=3))
     assert video.frames.shape == (3, 4, 6, 3)
     assert (video.indices, video.total, video.fps) == ([0, 4, 9], 10, 5.0)
     assert video.frames[:, 0, 0, 0].tolist() == [0, 4, 9]
     assert load_audio_track({"bytes": b"video"}, tmp_path, 16_000).tolist() == list(range(16))
+    # A format that soundfile does not know.
+    assert load_audio({"bytes": b"video"}, tmp_path, 16_000).tolist() == list(range(16))
 
 
 def write_mp4(file, seconds=1, with_audio=True, size=(32, 32)):
@@ -283,18 +285,18 @@ def write_mp4(file, seconds=1, with_audio=True, size=(32, 32)):
     with av.open(str(file), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        audio = container.add_stream("aac", rate=16_000, layout="mono") if with_audio else None
+        track = container.add_stream("aac", rate=16_000, layout="mono") if with_audio else None
         for number in range(10 * seconds):
             pixels = np.full((*size[::-1], 3), 20 * number % 256, np.uint8)
             pixels[: size[1] // 2, : size[0] // 2] = 250
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
-        if audio is not None:
+        if track is not None:
             tone = np.sin(np.arange(16_000 * seconds) * 0.2).astype(np.float32)[None]
             frame = av.AudioFrame.from_ndarray(tone, format="fltp", layout="mono")
             frame.sample_rate = 16_000
-            container.mux(audio.encode(frame))
-            container.mux(audio.encode())
+            container.mux(track.encode(frame))
+            container.mux(track.encode())
     return file
 
 
@@ -308,6 +310,16 @@ def test_video_file_and_its_audio_track(tmp_path):
     assert np.abs(samples).max() > 0.5
     silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
     assert load_audio_track(str(silent), tmp_path, 8_000) is None
+
+
+def test_audio_that_soundfile_does_not_know(tmp_path):
+    """AAC, alone or beside a video."""
+    file = write_mp4(tmp_path / "a.mp4")
+    expected = load_audio_track(str(file), tmp_path, 8_000)
+    np.testing.assert_array_equal(load_audio(str(file), tmp_path, 8_000), expected)
+    silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
+    with pytest.raises(MediaError, match=r"b.mp4 (does not decode|is not a 16-bit PCM WAV file)"):
+        load_audio(str(silent), tmp_path, 8_000)
 
 
 def test_file_without_video_stream_raises(tmp_path):

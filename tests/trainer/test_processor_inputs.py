@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
+from opslot.data.audio import load_audio
 from opslot.data.collation import IGNORE_INDEX
-from opslot.data.media import Limits, load_audio, load_image
+from opslot.data.media import Limits, load_image
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.data.records import split_into_shards
 from opslot.data.rope_positions import RopePositions

@@ -14,7 +14,7 @@ from opslot.data.encoder import SampleError
 Message = dict[str, Any]
 
 _ROLES = ("system", "user", "assistant", "tool")
-_CALL = {"id": "opslot000", "type": "function", "function": {"name": "opslot", "arguments": {}}}
+_CALL: Message = {"id": "opslot000", "type": "function", "function": {"name": "opslot", "arguments": {}}}
 _TEXT = "some text"
 
 
@@ -62,12 +62,12 @@ class ContentForms:
         return self._taken[role, as_parts]
 
     def _renders(self, role: str, as_parts: bool) -> bool:
-        message = {"role": role, "content": [{"type": "text", "text": _TEXT}] if as_parts else _TEXT}
+        message: Message = {"role": role, "content": [{"type": "text", "text": _TEXT}] if as_parts else _TEXT}
         for other in ("", [{"type": "text", "text": ""}]):
             user = {"role": "user", "content": other}
-            call = {"role": "assistant", "content": other, "tool_calls": [_CALL]}
+            call: Message = {"role": "assistant", "content": other, "tool_calls": [_CALL]}
             answer = {**message, "name": "opslot", "tool_call_id": _CALL["id"]}
-            messages = {
+            messages: list[Message] = {
                 "system": [message, user],
                 "user": [message],
                 "assistant": [user, message],

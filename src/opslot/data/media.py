@@ -1,4 +1,4 @@
-"""Images, videos and audio of a sample: from a path, bytes, base64, a PIL image or an array to what processors take."""
+"""Images and videos of a sample: from a path, bytes, base64, a PIL image or an array to what processors take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import re
-import wave
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from opslot.data.resampling import resampled
 from opslot.data.seeking import selected_frames
 
 if TYPE_CHECKING:
@@ -29,10 +27,6 @@ KINDS = ("image", "video", "audio")
 _LONGEST_SHOWN = 200
 # How far values of an image are clipped, of 255; others are an error.
 _BEYOND = 32
-# How far floats of audio may be beyond 1, as after a filter.
-_LOUDEST = 4.0
-# Bytes in the header of a WAV file that was written to a stream, before their number was known.
-_STREAMED = 2**31 - 2**16
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 # Keys of a source, in the order in which they are looked for.
 _KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
@@ -85,14 +79,14 @@ def load_image(source: Any, folder: Path, limits: Limits) -> Image:
     """
     from PIL import Image, UnidentifiedImageError
 
-    value = _value(source)
+    value = value_of(source)
     if isinstance(value, Image.Image):
         image = value
     elif isinstance(value, np.ndarray | list):
         image = Image.fromarray(_pixels(value, (2, 3), "an image"))
     else:
         try:
-            image = Image.open(io.BytesIO(_read(value, folder)))
+            image = Image.open(io.BytesIO(read_source(value, folder)))
             if limits.max_pixels is not None and image.width * image.height > limits.max_pixels:
                 # JPEG decodes at a reduced size, which bounds the memory of huge images.
                 image.draft("RGB", _scaled(image.size, limits.max_pixels))
@@ -136,8 +130,8 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
     Raises:
         MediaError: no frames, a file that does not decode, or no installed package that decodes it.
     """
-    value = _value(source)
-    fps = _rate(source, "fps") or 0.0
+    value = value_of(source)
+    fps = rate_of(source, "fps") or 0.0
     listed = isinstance(value, list) and bool(value) and not isinstance(value[0], list)
     if isinstance(value, np.ndarray) or (isinstance(value, list) and value and not listed):
         pixels = _pixels(value, (4,), "a video")
@@ -152,47 +146,11 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
         raise MediaError(
             f"fps is of frames and arrays, and {describe(source)} is a file; remove it, and set data.max_fps"
         )
-    data = _read(value, folder)
+    data = read_source(value, folder)
     return _decode_animation(data, source, limits) or _decode_video(data, source, folder, limits)
 
 
-def load_audio(source: Any, folder: Path, sampling_rate: int) -> np.ndarray:
-    """Mono float32 samples [n] at `sampling_rate`.
-
-    An array holds floats up to 1 or 16-bit integers, at the `sampling_rate` that its source gives.
-
-    Raises:
-        MediaError: no samples, samples that are not numbers, or a file that does not decode.
-    """
-    value = _value(source)
-    if isinstance(value, np.ndarray | list):
-        samples = _samples(value)
-        rate = round(_rate(source, "sampling_rate") or sampling_rate)
-    else:
-        samples, rate = _decode_audio(_read(value, folder), source)
-    if not samples.size:
-        raise MediaError(f"the audio {describe(source)} has length zero")
-    if not np.isfinite(samples).all():
-        raise MediaError(f"the audio {describe(source)} has samples that are not finite")
-    samples = samples if samples.ndim == 1 else samples.mean(axis=int(np.argmin(samples.shape)))
-    return samples if rate == sampling_rate else resampled(samples, rate, sampling_rate)
-
-
-def _samples(value: Any) -> np.ndarray:
-    """float32 samples of an array."""
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise MediaError(f"the array of an audio is not rectangular ({error})") from error
-    if array.ndim not in (1, 2) or array.dtype.kind not in "uif":
-        raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not audio")
-    limit = _LOUDEST if array.dtype.kind == "f" else 2**15
-    if array.size and max(float(array.max()), -float(array.min())) > limit:
-        raise MediaError(f"an audio has values up to {np.abs(array).max()}; give 16-bit integers, or floats up to 1")
-    return array.astype(np.float32) / np.float32(1 if array.dtype.kind == "f" else 2**15)
-
-
-def _rate(source: Any, name: str) -> float | None:
+def rate_of(source: Any, name: str) -> float | None:
     """Frames or samples per second that a source gives; None where it gives none, or 0."""
     value = source.get(name) if isinstance(source, Mapping) else None
     try:
@@ -208,7 +166,7 @@ def describe(source: Any) -> str:
     """A short name of a source, for errors."""
     if isinstance(source, Mapping) and isinstance(source.get("path"), str) and source.get("bytes") is not None:
         return f"{source['path']} (in the record)"
-    value = _value(source)
+    value = value_of(source)
     if isinstance(value, str) and not value.startswith("data:") and len(value) < _LONGEST_SHOWN:
         return value
     return f"in the record (a {type(value).__name__})"
@@ -265,7 +223,7 @@ def from_bytes(data: bytes) -> Any:
     return unpack(packed, [data[a:b] for a, b in itertools.pairwise(ends)])
 
 
-def _value(source: Any) -> Any:
+def value_of(source: Any) -> Any:
     """What a source consists of: a mapping's first known key that is set."""
     if isinstance(source, Mapping):
         key = next((key for key in _KEYS if source.get(key) is not None), None)
@@ -279,7 +237,7 @@ def _value(source: Any) -> Any:
     return source
 
 
-def _read(value: Any, folder: Path) -> bytes:
+def read_source(value: Any, folder: Path) -> bytes:
     """The bytes of a file, a data URI, or `value` itself."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
@@ -382,7 +340,7 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
 
 
 def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
-    decode = _decode_with_av if _torchcodec() is None else _decode_with_torchcodec
+    decode = _decode_with_av if torchcodec_decoders() is None else _decode_with_torchcodec
     try:
         return decode(data, source, folder, limits)
     except MediaError:
@@ -393,7 +351,7 @@ def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Vid
         raise MediaError(f"the video {describe(source)} does not decode ({reason})") from error
 
 
-def _torchcodec() -> Any:
+def torchcodec_decoders() -> Any:
     """`torchcodec.decoders`; None where it, or the FFmpeg libraries that it needs, are not installed."""
     try:
         from torchcodec import decoders
@@ -404,7 +362,7 @@ def _torchcodec() -> Any:
 
 
 def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
-    decoder = _torchcodec().VideoDecoder(data)
+    decoder = torchcodec_decoders().VideoDecoder(data)
     total, fps = len(decoder), float(decoder.metadata.average_fps or 0)
     indices = _sampled(total, fps, limits, source)
     pixels = (decoder.get_frame_at(index).data.permute(1, 2, 0).numpy() for index in indices)
@@ -413,7 +371,7 @@ def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limi
 
 
 def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
-    with _av(source).open(io.BytesIO(data)) as container:
+    with av_package(source).open(io.BytesIO(data)) as container:
         if not container.streams.video:
             raise MediaError(f"{describe(source)} has no video stream")
         stream = container.streams.video[0]
@@ -434,7 +392,7 @@ def _upright(frame: Any) -> np.ndarray | Image:
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
 
 
-def _av(source: Any) -> Any:
+def av_package(source: Any) -> Any:
     try:
         import av
     except ImportError as error:
@@ -445,29 +403,7 @@ def _av(source: Any) -> Any:
     return av
 
 
-def load_audio_track(source: Any, folder: Path, sampling_rate: int) -> np.ndarray | None:
-    """The audio of a video file, mono float32 [n] at `sampling_rate`; None for a video without.
-
-    Raises:
-        MediaError: an audio track that does not decode, or no installed package that decodes it.
-    """
-    value = _value(source)
-    if isinstance(value, np.ndarray | list):
-        return None
-    data = _read(value, folder)
-    if _is_animation(data):
-        return None
-    decode = _track_with_av if _torchcodec() is None else _track_with_torchcodec
-    try:
-        samples = decode(data, source, sampling_rate)
-    except MediaError:
-        raise
-    except Exception as error:
-        raise MediaError(f"the audio track of {describe(source)} does not decode ({error})") from error
-    return samples if samples is not None and samples.size else None
-
-
-def _is_animation(data: bytes) -> bool:
+def is_animation(data: bytes) -> bool:
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -475,53 +411,3 @@ def _is_animation(data: bytes) -> bool:
     except UnidentifiedImageError:
         return False
     return True
-
-
-def _track_with_torchcodec(data: bytes, source: Any, sampling_rate: int) -> np.ndarray | None:
-    try:
-        decoder = _torchcodec().AudioDecoder(data, sample_rate=sampling_rate, num_channels=1)
-    # What it raises where the file has no audio stream.
-    except (ValueError, RuntimeError):
-        return None
-    return np.asarray(decoder.get_all_samples().data[0].numpy(), dtype=np.float32)
-
-
-def _track_with_av(data: bytes, source: Any, sampling_rate: int) -> np.ndarray | None:
-    av = _av(source)
-    with av.open(io.BytesIO(data)) as container:
-        if not container.streams.audio:
-            return None
-        resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
-        frames = [part for frame in container.decode(container.streams.audio[0]) for part in resampler.resample(frame)]
-        parts = [part.to_ndarray().reshape(-1) for part in [*frames, *resampler.resample(None)]]
-    return np.concatenate(parts).astype(np.float32) if parts else None
-
-
-def _decode_audio(data: bytes, source: Any) -> tuple[np.ndarray, int]:
-    """Samples [n, channels] and their rate: PCM WAV by Python itself, other formats by soundfile."""
-    try:
-        with wave.open(io.BytesIO(data)) as file:
-            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            frames = file.getnframes()
-            raw = file.readframes(frames)
-        found = len(raw) // (width * channels)
-        if found < frames and frames * width * channels < _STREAMED:
-            raise MediaError(f"the audio {describe(source)} is truncated after {found / rate:.3f} s")
-        if width == 2:
-            return np.frombuffer(raw, "<i2").reshape(-1, channels) / np.float32(2**15), rate
-    except (wave.Error, EOFError):
-        pass
-    try:
-        import soundfile
-    except ImportError as error:
-        raise MediaError(
-            f"the audio {describe(source)} is not a 16-bit PCM WAV file, and soundfile is not installed; "
-            "pip install soundfile"
-        ) from error
-    try:
-        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
-    except Exception as error:
-        # Without the name of the stream that it was read from.
-        reason = getattr(error, "error_string", error)
-        raise MediaError(f"the audio {describe(source)} does not decode ({reason})") from error
-    return samples, int(rate)

@@ -20,6 +20,7 @@ import torch
 
 from opslot._base.errors import ConfigError, DataError
 from opslot._base.source import source_of
+from opslot.data.audio import load_audio, load_audio_track
 from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
@@ -30,8 +31,6 @@ from opslot.data.media import (
     Limits,
     MediaError,
     from_bytes,
-    load_audio,
-    load_audio_track,
     load_image,
     load_video,
     to_bytes,
