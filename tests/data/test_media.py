@@ -258,6 +258,15 @@ def test_rate_of_a_video_file_raises(tmp_path):
         load_video({"path": "1.gif", "fps": 1}, tmp_path, Limits())
 
 
+def test_rate_of_an_animation_is_the_mean(tmp_path):
+    """The first frame is often shown longer."""
+    frames = [Image.open(draw(tmp_path / f"{number}.png", 6 * number)) for number in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=[1400, 200, 200, 200])
+    assert load_video("a.gif", tmp_path, Limits()).fps == 2.0
+    for frame in frames:
+        frame.close()
+
+
 def test_short_videos_have_two_frames(tmp_path):
     video = load_video({"array": np.zeros((6, 8, 8, 3), np.uint8), "fps": 30}, tmp_path, Limits(max_fps=2.0))
     assert video.indices == [0, 5]

@@ -328,7 +328,7 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
         return None
     try:
         total = getattr(image, "n_frames", 1)
-        fps = 1000 / (image.info.get("duration") or 42)
+        fps = 1000 / np.mean([_duration(image, number) for number in range(total)]).item()
         indices = _sampled(total, fps, limits, source)
         frames = []
         for index in indices:
@@ -337,6 +337,12 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
     except Exception as error:
         raise MediaError(f"the video {describe(source)} does not decode ({error})") from error
     return _video(frames, indices, total, fps)
+
+
+def _duration(image: Image, number: int) -> float:
+    """Milliseconds for which a frame of an animation is shown."""
+    image.seek(number)
+    return image.info.get("duration") or 42
 
 
 def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
