@@ -52,6 +52,7 @@ def test_array_of_an_image_without_pixels_raises(tmp_path):
     [
         ("a\0.png", "cannot be read .*null byte"),
         ("~nobody-of-that-name/1.png", "cannot be read .*home directory"),
+        ("\ud800.png", r"^\\ud800.png cannot be read \(not Unicode\)"),
         ("s3://bucket/1.png", "s3://bucket/1.png is not downloaded"),
         ("file:///gone%201.png", "cannot be read .No such file"),
     ],

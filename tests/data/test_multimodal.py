@@ -249,6 +249,29 @@ def test_bad_sample(encoder_of, tmp_path, message):
     assert counts == {"malformed": 1}
 
 
+QUESTION = {"role": "user", "content": "what?"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "the text of a part must be a string, found 5"),
+        ([{"role": "user", "content": [{"image": "1.png", "text": "what?"}]}], "a part of type image has text too"),
+        ([{"role": "user", "content": [{"type": "video", "video": "1.mp4", "image": "1.png"}]}], "has image too"),
+        ([QUESTION, {"role": "assistant", "content": "", "tool_calls": 5}], "tool_calls must be a list, found a int"),
+        (
+            [QUESTION, {"role": "assistant", "content": [{"type": "text", "text": " "}]}],
+            "the assistant's turn is empty",
+        ),
+    ],
+)
+def test_messages_of_wrong_types(encoder_of, tmp_path, messages, problem):
+    file = write(tmp_path, {"messages": [*messages, *talk()]})
+    _, (found,), _ = encode(encoder_of(), file)
+    assert found.startswith(f"{file}, line 1: ")
+    assert problem in found
+
+
 def test_video_without_frames_is_skipped(encoder_of, tmp_path):
     video = [{"role": "user", "content": [{"type": "video", "frames": []}]}, {"role": "assistant", "content": "a"}]
     file = write(tmp_path, {"messages": talk(str(png(tmp_path)))}, {"messages": video})

@@ -359,8 +359,11 @@ def _message(value: Any, name: str) -> Message:
         raise SampleError(f"{name}: content must be a string, found {_shown(content)}")
     calls = message.get("tool_calls")
     if calls is not None:
-        message["tool_calls"] = [_tool_call(call, f"{name}.tool_calls") for call in _parsed(calls, name)]
-    elif content is None or (role == "assistant" and not (content.strip() if isinstance(content, str) else content)):
+        calls = _parsed(calls, f"{name}.tool_calls")
+        if not isinstance(calls, list):
+            raise SampleError(f"{name}.tool_calls must be a list, found {_shown(calls)}")
+        message["tool_calls"] = [_tool_call(call, f"{name}.tool_calls") for call in calls]
+    elif content is None or (role == "assistant" and _is_empty(content)):
         raise SampleError(f"{name}: the {role}'s turn is empty")
     return message
 
@@ -377,6 +380,13 @@ def _check_tools(text: str, messages: Sequence[Message], tools: Any) -> None:
                     f"the chat template does not render its {what} ({name}); set data.chat_template to one that does, "
                     "or leave them out"
                 )
+
+
+def _is_empty(content: str | list[Any]) -> bool:
+    """Whether content is white space, or a list of parts with white space alone."""
+    if isinstance(content, str):
+        return not content.strip()
+    return all(isinstance(part, Mapping) and not str(part.get("text", part)).strip() for part in content)
 
 
 def _tool_call(value: Any, name: str) -> Any:

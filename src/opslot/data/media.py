@@ -250,6 +250,7 @@ def read_source(value: Any, folder: Path) -> bytes:
         except binascii.Error as error:
             raise MediaError(f"not base64: {error}") from error
     shown = value if len(value) < _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+    shown = shown.encode(errors="backslashreplace").decode()
     if _URL.match(value) and not value.startswith("file://"):
         raise MediaError(f"{shown} is not downloaded; store the file and give its path")
     try:
@@ -257,7 +258,7 @@ def read_source(value: Any, folder: Path) -> bytes:
     # ValueError: a null byte. RuntimeError: no home directory.
     except (OSError, ValueError, RuntimeError) as error:
         hint = "" if len(value) < _LONGEST_SHOWN else '; give base64 text as {"base64": ...} or a data: URI'
-        reason = getattr(error, "strerror", None) or error
+        reason = "not Unicode" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
         raise MediaError(f"{shown} cannot be read ({reason}); relative paths start at {folder}{hint}") from error
 
 
