@@ -272,6 +272,17 @@ def test_messages_of_wrong_types(encoder_of, tmp_path, messages, problem):
     assert problem in found
 
 
+def test_skipped_samples_are_logged(encoder_of, tmp_path, caplog):
+    """The first of each process, with the reason."""
+    file = write(tmp_path, {"messages": talk(str(png(tmp_path)))}, *[{"messages": talk("gone.png")}] * 12)
+    _, problems, counts = encode(encoder_of(on_bad_sample="skip"), file)
+    assert (problems, counts) == ([], {"malformed": 12})
+    assert len(caplog.messages) == 10
+    assert caplog.messages[0].startswith(
+        f"left out (data.on_bad_sample: skip): {file}, line 2: gone.png cannot be read"
+    )
+
+
 def test_video_without_frames_is_skipped(encoder_of, tmp_path):
     video = [{"role": "user", "content": [{"type": "video", "frames": []}]}, {"role": "assistant", "content": "a"}]
     file = write(tmp_path, {"messages": talk(str(png(tmp_path)))}, {"messages": video})
