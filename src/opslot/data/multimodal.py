@@ -110,7 +110,10 @@ class MultimodalEncoder(ChatEncoder):
         self.limits = limits or Limits()
         self.check_features = check_features
         # Of a prefix language model, whose prompt is bidirectional: its processor takes the answers apart as `suffix`.
-        self.has_prefix = "suffix" in inspect.signature(type(self.processor).__call__).parameters
+        # Transformers before 5.23 has no parameter for it.
+        self.has_prefix = "suffix" in inspect.signature(type(processor).__call__).parameters or source_has(
+            type(processor), 'pop("suffix"'
+        )
 
     def identity(self) -> dict[str, Any]:
         known = self.processor.to_dict()
