@@ -142,6 +142,8 @@ def measure(folder: Path, workers: int, samples: int) -> tuple[float, float, dic
         "data.num_workers": workers,
         "data.cache_dir": folder / "cache",
         "train.output_dir": folder / "out",
+        # As on a GPU.
+        "train.fsdp.param_dtype": "bfloat16",
         "train.global_batch_size": 4,
         "train.max_steps": 1000,
     }

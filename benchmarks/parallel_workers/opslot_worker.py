@@ -49,7 +49,11 @@ def build(
     )
     # The activations of a video's tower do not fit otherwise.
     checkpointing = "full" if configuration.frames else "none"
-    defaults = {"param_dtype": torch.bfloat16, "activation_checkpointing": checkpointing}
+    defaults = {
+        "data_parallel_mode": "fsdp2",
+        "param_dtype": torch.bfloat16,
+        "activation_checkpointing": checkpointing,
+    }
     return parallelize(model, state, **{**defaults, **parallelism})
 
 

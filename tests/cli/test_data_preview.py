@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from opslot.cli import main
 from tests.chat import write_chat_model
@@ -115,3 +116,24 @@ def test_generate_rejects_values_out_of_range(option, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "folder", "--prompt", "hi", *option])
     assert f"argument {option[0]}" in capsys.readouterr().err
+
+
+def test_generate_with_a_multimodal_checkpoint(tmp_path, capsys):
+    """Whose type has no language model of its own; the answer is that of its class and its processor's tokens."""
+    from transformers import AutoConfig, LlavaForConditionalGeneration
+
+    from tests.processors import write_checkpoint
+
+    processor = write_checkpoint(tmp_path, "llava")
+    torch.manual_seed(0)
+    theirs = LlavaForConditionalGeneration._from_config(AutoConfig.from_pretrained(tmp_path)).eval()
+    theirs.save_pretrained(tmp_path)
+    options = ["--prompt", "what?", "--max-new-tokens", "4", "--device", "cpu"]
+    assert main(["generate", str(tmp_path), *options]) == 0
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}]}]
+    inputs = processor.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    output = theirs.generate(**inputs, max_new_tokens=4, do_sample=False)
+    answer = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert capsys.readouterr().out == f"{answer}\n"

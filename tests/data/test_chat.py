@@ -104,6 +104,43 @@ def test_assistant_turns_are_trained(chat_tokenizer, tmp_path, template, train_o
     assert not counts
 
 
+LLAVA = (
+    "{% for m in messages %}{{ m.role.upper() + ': ' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + ' ' }}{% endgeneration %}{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+GLM = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+def test_token_that_begins_before_a_marked_part_is_trained(chat_tokenizer, tmp_path):
+    """In LLaVA's template the space before an answer is not marked; the first word would never be trained."""
+    assert len(chat_tokenizer(" hello")["input_ids"]) == 1
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    encoder = encoder_of(chat_tokenizer, LLAVA, append_eos=False)
+    (tokens,), counts = encode(encoder, tmp_path, [{"messages": talk}])
+    expected = chat_tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+    assert tokens["token"].tolist() == expected["input_ids"]
+    assert (tokens["label"] != IGNORE_INDEX).astype(int).tolist() == expected["assistant_masks"]
+    assert trained_parts(chat_tokenizer, tokens) == [" hello "]
+    assert not counts
+
+
+@pytest.mark.parametrize("append_eos", [True, False])
+@pytest.mark.parametrize("template", [LLAVA, GLM], ids=["generation", "prefixes"])
+def test_end_of_an_answer_without_a_special_token(chat_tokenizer, tmp_path, template, append_eos):
+    """The model would not learn to stop."""
+    encoder = encoder_of(chat_tokenizer, template, append_eos=append_eos)
+    (tokens, question), _ = encode(encoder, tmp_path, [{"messages": TALK[1:]}, {"messages": TALK[1:4]}])
+    end = "<|im_end|>" * append_eos
+    parts = ["".join(part.split()) for part in trained_parts(chat_tokenizer, tokens)]
+    assert parts == ["helloü", f"4{end}"]
+    assert chat_tokenizer.decode(tokens["token"]) == chat_tokenizer.apply_chat_template(TALK[1:], tokenize=False) + end
+    assert not chat_tokenizer.decode(question["token"]).endswith("<|im_end|>")
+
+
 PARTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}"
     "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n"
@@ -136,6 +173,27 @@ def test_image_for_a_template_of_text_raises(chat_tokenizer, tmp_path):
             tmp_path,
             [{"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}],
         )
+
+
+@pytest.mark.parametrize("part", ["tools", "tool_calls"])
+def test_tools_that_the_template_ignores_raise(chat_tokenizer, tmp_path, part):
+    call = {"function": {"name": "add", "arguments": {}}}
+    talk = [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}]
+    record = {"messages": [*talk, TALK[2]]}
+    if part == "tools":
+        record = {"messages": TALK[1:3], "tools": [call]}
+    with pytest.raises(DataError, match=rf"line 1: the chat template does not render its {part} \(add\)"):
+        encode(encoder_of(chat_tokenizer, MARKED), tmp_path, [record])
+
+
+def test_text_of_a_tool_has_the_form_that_the_template_takes(chat_tokenizer, tmp_path):
+    template = BOTH.replace(
+        "{{ m.content }}", "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    )
+    call = {"function": {"name": "add", "arguments": {}}}
+    talk = [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "is 4"}]
+    (tokens,), _ = encode(encoder_of(chat_tokenizer, template), tmp_path, [{"messages": [*talk, TALK[4]]}])
+    assert "<|im_start|>tool\nis 4<|im_end|>" in chat_tokenizer.decode(tokens["token"])
 
 
 def test_all_tokens_are_trained(chat_tokenizer, tmp_path):

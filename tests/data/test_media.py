@@ -11,13 +11,12 @@ import torch
 from PIL import Image
 from transformers import image_utils
 
-from opslot.data import media, seeking
+from opslot.data import audio, media, seeking
+from opslot.data.audio import load_audio, load_audio_track
 from opslot.data.media import (
     Limits,
     MediaError,
     from_bytes,
-    load_audio,
-    load_audio_track,
     load_image,
     load_video,
     to_bytes,
@@ -31,6 +30,44 @@ def test_16_bit_images_are_scaled_to_8_bits(tmp_path):
     Image.fromarray(values).save(tmp_path / "1.png")
     pixels = np.asarray(load_image("1.png", tmp_path, Limits()))
     np.testing.assert_array_equal(pixels, np.repeat((values >> 8)[..., None], 3, -1))
+
+
+@pytest.mark.parametrize("scale", [np.int32(257), np.float32(1), np.float32(1 / 255)], ids=["I", "F", "F up to 1"])
+def test_values_of_gray_images_are_those_of_8_bits(scale, tmp_path):
+    """In Pillow's modes I, of TIFF files and older 16-bit PNG, and F."""
+    values = np.arange(0, 256, 17).reshape(4, 4)
+    Image.fromarray((values * scale).astype(scale.dtype)).save(tmp_path / "1.tif")
+    pixels = np.asarray(load_image("1.tif", tmp_path, Limits()))
+    np.testing.assert_allclose(pixels, np.repeat(values[..., None], 3, -1), atol=1)
+
+
+def test_array_of_an_image_without_pixels_raises(tmp_path):
+    with pytest.raises(MediaError, match=r"shape \[0, 4, 3\] and dtype uint8 is not an image"):
+        load_image({"array": np.zeros((0, 4, 3), np.uint8)}, tmp_path, Limits())
+
+
+@pytest.mark.parametrize("load", [load_image, load_video, lambda source, folder, _: load_audio(source, folder, 16000)])
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("a\0.png", "cannot be read .*null byte"),
+        ("~nobody-of-that-name/1.png", "cannot be read .*home directory"),
+        ("\ud800.png", r"^\\ud800.png cannot be read \(not Unicode\)"),
+        ("s3://bucket/1.png", "s3://bucket/1.png is not downloaded"),
+        ("file:///gone%201.png", "cannot be read .No such file"),
+    ],
+)
+def test_paths_that_are_not_files_raise(load, source, problem, tmp_path):
+    with pytest.raises(MediaError, match=problem):
+        load(source, tmp_path, Limits())
+
+
+def test_file_url(tmp_path):
+    folder = tmp_path / "a b"
+    file = draw(folder / "50%.png", 1)
+    assert "%20" in file.as_uri()
+    for url in (file.as_uri(), f"file://{file}", file.as_uri().replace("file://", "file://localhost")):
+        assert load_image(url, tmp_path, Limits()).size == load_image(str(file), tmp_path, Limits()).size
 
 
 def test_long_sources_are_cut_in_errors(tmp_path):
@@ -222,6 +259,15 @@ def test_rate_of_a_video_file_raises(tmp_path):
         load_video({"path": "1.gif", "fps": 1}, tmp_path, Limits())
 
 
+def test_rate_of_an_animation_is_the_mean(tmp_path):
+    """The first frame is often shown longer."""
+    frames = [Image.open(draw(tmp_path / f"{number}.png", 6 * number)) for number in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=[1400, 200, 200, 200])
+    assert load_video("a.gif", tmp_path, Limits()).fps == 2.0
+    for frame in frames:
+        frame.close()
+
+
 def test_short_videos_have_two_frames(tmp_path):
     video = load_video({"array": np.zeros((6, 8, 8, 3), np.uint8), "fps": 30}, tmp_path, Limits(max_fps=2.0))
     assert video.indices == [0, 5]
@@ -233,12 +279,15 @@ def test_pixels_that_are_not_finite_raise(tmp_path):
 
 
 def test_torchcodec_decodes_where_it_is_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(media, "_torchcodec", lambda: FakeDecoders)
+    for module in (media, audio):
+        monkeypatch.setattr(module, "torchcodec_decoders", lambda: FakeDecoders)
     video = load_video({"bytes": b"video"}, tmp_path, Limits(max_frames=3))
     assert video.frames.shape == (3, 4, 6, 3)
     assert (video.indices, video.total, video.fps) == ([0, 4, 9], 10, 5.0)
     assert video.frames[:, 0, 0, 0].tolist() == [0, 4, 9]
     assert load_audio_track({"bytes": b"video"}, tmp_path, 16_000).tolist() == list(range(16))
+    # A format that soundfile does not know.
+    assert load_audio({"bytes": b"video"}, tmp_path, 16_000).tolist() == list(range(16))
 
 
 def write_mp4(file, seconds=1, with_audio=True, size=(32, 32)):
@@ -246,18 +295,18 @@ def write_mp4(file, seconds=1, with_audio=True, size=(32, 32)):
     with av.open(str(file), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        audio = container.add_stream("aac", rate=16_000, layout="mono") if with_audio else None
+        track = container.add_stream("aac", rate=16_000, layout="mono") if with_audio else None
         for number in range(10 * seconds):
             pixels = np.full((*size[::-1], 3), 20 * number % 256, np.uint8)
             pixels[: size[1] // 2, : size[0] // 2] = 250
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
-        if audio is not None:
+        if track is not None:
             tone = np.sin(np.arange(16_000 * seconds) * 0.2).astype(np.float32)[None]
             frame = av.AudioFrame.from_ndarray(tone, format="fltp", layout="mono")
             frame.sample_rate = 16_000
-            container.mux(audio.encode(frame))
-            container.mux(audio.encode())
+            container.mux(track.encode(frame))
+            container.mux(track.encode())
     return file
 
 
@@ -271,6 +320,16 @@ def test_video_file_and_its_audio_track(tmp_path):
     assert np.abs(samples).max() > 0.5
     silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
     assert load_audio_track(str(silent), tmp_path, 8_000) is None
+
+
+def test_audio_that_soundfile_does_not_know(tmp_path):
+    """AAC, alone or beside a video."""
+    file = write_mp4(tmp_path / "a.mp4")
+    expected = load_audio_track(str(file), tmp_path, 8_000)
+    np.testing.assert_array_equal(load_audio(str(file), tmp_path, 8_000), expected)
+    silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
+    with pytest.raises(MediaError, match=r"b.mp4 (does not decode|is not a 16-bit PCM WAV file)"):
+        load_audio(str(silent), tmp_path, 8_000)
 
 
 def test_file_without_video_stream_raises(tmp_path):

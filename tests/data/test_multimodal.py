@@ -10,13 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedConfig
 
 from opslot._base.errors import ConfigError
 from opslot.data import multimodal, multimodal_collation
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
-from opslot.data.media import from_bytes
+from opslot.data.media import Limits, from_bytes, load_image
 from opslot.data.multimodal import MultimodalEncoder, encoder_cost
 from opslot.data.records import split_into_shards
 from opslot.data.rope_positions import RopePositions
@@ -110,6 +111,36 @@ def test_forms_of_an_image_are_equal(encoder_of, tmp_path, form):
         assert not problems
         found.append(encoder.features(document.extra, tokens_of(document))["pixel_values"])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("in_template", [False, True])
+@pytest.mark.parametrize("images", [0, 2])
+def test_special_tokens_are_those_of_the_processor(encoder_of, tmp_path, images, in_template):
+    """The template of LLaVA leaves the first token to the tokenizer, which adds none to text that has it."""
+    encoder = encoder_of()
+    tokenizer, processor = encoder.tokenizer, encoder.processor
+    tokenizer.add_special_tokens({"bos_token": "<|vision_start|>"})
+    bos = ("<|vision_start|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    if in_template:
+        tokenizer.chat_template = processor.chat_template = "{{ bos_token }}" + processor.chat_template
+    messages = talk(*[str(png(tmp_path, number)) for number in range(images)])
+    (document,), problems, _ = encode(encoder, write(tmp_path, {"messages": messages}))
+    assert not problems
+    if images:
+        for part in messages[0]["content"][:-1]:
+            part["image"] = load_image(part["image"], tmp_path, Limits())
+    else:
+        # Transformers takes all messages with strings, or all with parts.
+        messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    expected = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+    assert expected["input_ids"][0, 0] == bos[1]
+    assert tokens_of(document).tolist() == expected["input_ids"][0].tolist()
+    assert trained_text(encoder, document) == "a red circle<|im_end|>"
+    found = encoder.features(document.extra, tokens_of(document))
+    for name in ("pixel_values", "image_grid_thw"):
+        assert (name in found) == (name in expected) == bool(images)
+        assert not images or torch.equal(found[name], expected[name])
 
 
 def test_tags_and_columns(encoder_of, tmp_path):
@@ -216,6 +247,39 @@ def test_bad_sample(encoder_of, tmp_path, message):
     assert not problems
     assert len(documents) == 1
     assert counts == {"malformed": 1}
+
+
+QUESTION = {"role": "user", "content": "what?"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "the text of a part must be a string, found 5"),
+        ([{"role": "user", "content": [{"image": "1.png", "text": "what?"}]}], "a part of type image has text too"),
+        ([{"role": "user", "content": [{"type": "video", "video": "1.mp4", "image": "1.png"}]}], "has image too"),
+        ([QUESTION, {"role": "assistant", "content": "", "tool_calls": 5}], "tool_calls must be a list, found a int"),
+        (
+            [QUESTION, {"role": "assistant", "content": [{"type": "text", "text": " "}]}],
+            "the assistant's turn is empty",
+        ),
+    ],
+)
+def test_messages_of_wrong_types(encoder_of, tmp_path, messages, problem):
+    file = write(tmp_path, {"messages": [*messages, *talk()]})
+    _, (found,), _ = encode(encoder_of(), file)
+    assert found.startswith(f"{file}, line 1: ")
+    assert problem in found
+
+
+def test_skipped_samples_are_logged(encoder_of, tmp_path, caplog):
+    """The first of each process, with the reason."""
+    file = write(tmp_path, {"messages": talk(str(png(tmp_path)))}, *[{"messages": talk("gone.png")}] * 12)
+    _, problems, counts = encode(encoder_of(on_bad_sample="skip"), file)
+    assert (problems, counts) == ([], {"malformed": 12})
+    logged = [message for message in caplog.messages if message.startswith("left out (data.on_bad_sample: skip): ")]
+    assert len(logged) == 10
+    assert f"{file}, line 2: gone.png cannot be read" in logged[0]
 
 
 def test_video_without_frames_is_skipped(encoder_of, tmp_path):
@@ -413,3 +477,15 @@ def test_features_are_joined_in_shared_memory_by_processes_of_the_loader(monkeyp
     assert joined.is_shared()
     assert torch.equal(joined, expected)
     assert torch.equal(multimodal_collation._joined([parts[2]]), parts[2])
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_floating_point_features_are_joined_in_a_dtype(monkeypatch, in_worker):
+    monkeypatch.setattr(multimodal_collation, "get_worker_info", lambda: object() if in_worker else None)
+    parts = [torch.rand(2, 3), torch.rand(5, 3)]
+    for given in (parts, parts[:1]):
+        joined = multimodal_collation._joined(given, torch.bfloat16)
+        assert joined.is_shared() == in_worker
+        assert torch.equal(joined, torch.cat(given).bfloat16())
+        numbers = multimodal_collation._joined([torch.arange(3)] * len(given), torch.bfloat16)
+        assert numbers.dtype == torch.int64

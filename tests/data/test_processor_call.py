@@ -83,3 +83,12 @@ def test_frames_per_second_are_bounded(tmp_path, max_fps, count):
     assert len(found.frames) == count
     # Of frames of an unknown rate, none is left out.
     assert len(load_video({"array": pixels}, tmp_path, Limits(max_fps=0.1)).frames) == 20
+
+
+def test_images_are_those_of_one_sample():
+    """As in apply_chat_template: LLaVA-OneVision's processor takes images in a flat list for those of several samples,
+    each of which it splits in tiles."""
+    given = {}
+    media = {"image": ["a", "b"], "video": [], "audio": []}
+    call_processor(lambda **inputs: given.update(inputs), "", media, [], takes_frame_rate=False, masks_audio=False)
+    assert given["images"] == [["a", "b"]]

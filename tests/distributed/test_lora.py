@@ -9,14 +9,14 @@ from opslot.models.parallelize import parallelize
 from tests.distributed import tiny
 
 
-def train(name, sizes):
+def train(name, sizes, mode="auto"):
     if sizes is not None:
         init_parallel_state(device_type="cpu", **sizes)
     state = get_parallel_state()
     base = tiny.build(name)
     torch.manual_seed(3)
     lora = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = parallelize(get_peft_model(base, lora), state, activation_checkpointing=True)
+    model = parallelize(get_peft_model(base, lora), state, activation_checkpointing=True, data_parallel_mode=mode)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     history = []
     for step in range(3):
@@ -35,10 +35,13 @@ def train(name, sizes):
     return history
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("qwen3", {}), ("qwen3", {"sp": 2}), ("qwen3_moe", {"ep": 2})])
-def test_two_ranks_equal_one(ranks, name, sizes):
+@pytest.mark.parametrize(
+    ("name", "sizes", "mode"),
+    [("qwen3", {}, "auto"), ("qwen3", {"sp": 2}, "auto"), ("qwen3_moe", {"ep": 2}, "auto"), ("qwen3", {}, "ddp")],
+)
+def test_two_ranks_equal_one(ranks, name, sizes, mode):
     expected = torch.tensor(train(name, None))
     assert expected[0, 1] > 1e-2
     assert expected[0, 0] != expected[-1, 0]
-    for found in ranks.run(train, name, sizes):
+    for found in ranks.run(train, name, sizes, mode):
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)

@@ -68,32 +68,35 @@ def freeze(model, frozen):
         parameter.requires_grad_(not (frozen and ("visual" in name or "vision" in name)))
 
 
-def on_ranks(name, frozen, first):
+def on_ranks(name, frozen, first, mode):
     state = init_parallel_state(device_type="cpu")
     model = build(name)
     freeze(model, frozen)
-    opslot.parallelize(model, state)
+    opslot.parallelize(model, state, data_parallel_mode=mode)
     step(model, batches()[first + state.rank])
     return gradients(model)
 
 
 @pytest.mark.parametrize(
-    ("name", "frozen", "first"),
+    ("name", "frozen", "first", "mode"),
     [
-        ("qwen3_vl", False, 0),
-        ("qwen3_vl", False, 1),
-        pytest.param("qwen3_vl", True, 0, marks=pytest.mark.slow),
-        pytest.param("qwen2_5_vl", False, 0, marks=pytest.mark.slow),
+        ("qwen3_vl", False, 0, "fsdp2"),
+        ("qwen3_vl", False, 1, "fsdp2"),
+        ("qwen3_vl", False, 0, "ddp"),
+        pytest.param("qwen3_vl", False, 1, "ddp", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", True, 0, "ddp", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", True, 0, "fsdp2", marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", False, 0, "fsdp2", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_with_different_modalities(ranks, name, frozen, first):
+def test_ranks_with_different_modalities(ranks, name, frozen, first, mode):
     """`first` 0: text and an image; 1: an image and a video."""
     model = build(name)
     freeze(model, frozen)
     for inputs in batches()[first : first + 2]:
         step(model, inputs)
     expected = gradients(model)
-    assert_gradients_close(ranks.run(on_ranks, name, frozen, first), expected)
+    assert_gradients_close(ranks.run(on_ranks, name, frozen, first, mode), expected)
 
 
 # Models whose towers have no known smallest input.

@@ -46,7 +46,9 @@ def on_ranks(name, sizes, kwargs):
 def run(ranks, world, name, sizes, dtype=torch.bfloat16, **kwargs):
     """[steps, 2] losses and gradient norms, the same on every rank."""
     changes = {**_WIDTHS, **(_EXPERTS if "moe" in name else {}), **kwargs.pop("changes", {})}
-    options = {**kwargs.pop("options", {}), **({"param_dtype": dtype} if dtype is not torch.float32 else {})}
+    # Models so small would not be sharded.
+    mode = {"data_parallel_mode": "fsdp2"} if world > 1 else {}
+    options = {**mode, **kwargs.pop("options", {}), **({"param_dtype": dtype} if dtype is not torch.float32 else {})}
     arguments = {**kwargs, "changes": changes, "options": options}
     found = ranks.run(on_ranks, name, sizes, arguments, world=world, timeout=_TIMEOUT)
     assert all(history == found[0] for history in found)
@@ -74,6 +76,12 @@ def check(ranks, world, name, sizes, found=None, **kwargs):
 @pytest.mark.parametrize("sizes", [{}, {"sp": 2}, {"dp_replicate": 2}], ids=str)
 def test_dense_on_two(ranks, sizes):
     check(ranks, 2, "qwen3", sizes, ops="auto")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"sp": 2}], ids=str)
+@pytest.mark.parametrize(("name", "options"), [("qwen3", {"compile": True}), ("qwen3_moe", {})], ids=str)
+def test_all_parameters_on_each_of_two(ranks, name, sizes, options):
+    check(ranks, 2, name, sizes, ops="auto", options={"data_parallel_mode": "auto"} | options)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"sp": 2, "ep": 2}], ids=str)

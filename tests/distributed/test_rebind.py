@@ -8,6 +8,7 @@ import torch
 import opslot
 from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
+from opslot.distributed import ParallelState
 from tests.distributed import tiny
 
 FUSED_LOSS = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
@@ -106,11 +107,7 @@ def test_restoring_a_parallelized_model_raises(ranks, rank_failed):
 
 
 def test_parallelizing_an_unbound_model_raises():
-    from types import SimpleNamespace
-
     from transformers import Qwen3ForCausalLM
 
     with pytest.raises(ConfigError, match=r"has no kernels bound, which sp=2 and ep=1 need\n  hint: build it with"):
-        opslot.parallelize(
-            Qwen3ForCausalLM(tiny.config_of("qwen3")), SimpleNamespace(sp=2, ep=1, world_size=2, mesh=None)
-        )
+        opslot.parallelize(Qwen3ForCausalLM(tiny.config_of("qwen3")), ParallelState(sp=2))

@@ -7,7 +7,14 @@ from tests.distributed import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-MESHES = {"one": None, "fsdp": {}, "ep": {"ep": 2}, "sp and ep": {"sp": 2, "ep": 2}, "hsdp": {"dp_replicate": 2}}
+MESHES = {
+    "one": None,
+    "fsdp": {},
+    "ep": {"ep": 2},
+    "sp and ep": {"sp": 2, "ep": 2},
+    "hsdp": {"dp_replicate": 2},
+    "ddp": {},
+}
 
 
 def on_ranks(sizes, kwargs):
@@ -16,6 +23,8 @@ def on_ranks(sizes, kwargs):
 
 def train(ranks, mesh, **kwargs):
     sizes = MESHES[mesh]
+    if mesh == "ddp":
+        kwargs["options"] = {"data_parallel_mode": "ddp"}
     return on_ranks(None, kwargs) if sizes is None else ranks.run(on_ranks, sizes, kwargs)[0]
 
 
@@ -35,6 +44,10 @@ def whole():
         ("ep", "fsdp"),
         pytest.param("sp and ep", "hsdp", marks=pytest.mark.slow),
         pytest.param("hsdp", "ep", marks=pytest.mark.slow),
+        ("ddp", "fsdp"),
+        ("ep", "ddp"),
+        pytest.param("ddp", "one", marks=pytest.mark.slow),
+        pytest.param("one", "ddp", marks=pytest.mark.slow),
     ],
 )
 def test_resume_on_another_mesh_has_the_same_losses(ranks, whole, tmp_path, before, after):

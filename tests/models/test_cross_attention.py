@@ -222,3 +222,49 @@ def test_question_answering_reads_padding(arch, kernel, side):
     model = copy.deepcopy(original)
     opslot.apply(model, {"attn_implementation": kernel})
     assert not worst_difference(gradients(model), gradients(original))
+
+
+@pytest.mark.parametrize("kernel", ["triton", "sdpa"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForSequenceClassification",
+        "AlbertForSequenceClassification",
+        "DistilBertForSequenceClassification",
+        "RobertaForSequenceClassification",
+        "ElectraForSequenceClassification",
+    ],
+)
+def test_heads_of_the_first_position_read_padding(name, side, kernel):
+    """In a row that is padded on the left it is padding, which attends to the tokens in Transformers."""
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    torch.manual_seed(0)
+    original = getattr(transformers, name)(tiny_config(name.partition("For")[0].lower())).eval()
+    ids = torch.randint(3, original.config.vocab_size, (3, SOURCE), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": padding(side), "labels": torch.zeros(3, dtype=torch.long)}
+    model = copy.deepcopy(original)
+    opslot.apply(model, {"attn_implementation": kernel})
+
+    def gradients(model):
+        output = model(**batch)
+        return {
+            "logits": output.logits.detach(),
+            "bias": torch.autograd.grad(output.loss, model.get_input_embeddings().weight)[0],
+        }
+
+    assert not worst_difference(gradients(model), gradients(original))
+
+
+@torch.no_grad()
+def test_compiled_heads_of_the_first_position_take_padding_on_the_right():
+    pytest.importorskip("triton")
+    model = transformers.BertModel(tiny_config("bert")).eval()
+    opslot.apply(model, {"attn_implementation": "triton"})
+    ids = torch.randint(3, model.config.vocab_size, (3, SOURCE), generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(model, backend="eager")
+    found = compiled(input_ids=ids, attention_mask=padding("right")).pooler_output
+    torch.testing.assert_close(found, model(input_ids=ids, attention_mask=padding("right")).pooler_output)
+    with pytest.raises(RuntimeError, match="pad rows on the right"):
+        compiled(input_ids=ids, attention_mask=padding("left"))

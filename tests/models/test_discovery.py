@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot.distributed import ParallelState
 from opslot.models import MODELING_REGISTRY
 from opslot.models.discovery import discover, sequences
 from opslot.models.parallelize import parallel_plan
@@ -341,7 +341,6 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
 @pytest.mark.parametrize(
     ("arch", "why"),
     [
-        ("gemma3", "its language model is not separate from its encoder"),
         ("recurrent_gemma", "RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens"),
         ("doge", "DogeCDMoE calls matmul of activations, which may mix tokens"),
         ("blt", "BltCrossAttention attends to other states than its own"),
@@ -353,12 +352,22 @@ def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
     assert f"_opslot_keeps_sequences = '{why}" in text
 
 
+@pytest.mark.parametrize(
+    ("arch", "why"),
+    [
+        ("gemma3", "its language model is not separate from its encoder"),
+        ("bert", "it has no decoder layers"),
+    ],
+)
+def test_models_whose_layers_are_unknown_state_the_reason(arch, why):
+    assert f"_opslot_unknown_layers = '{why}'" in generate(discover(arch).patch, installed_release())
+
+
 @pytest.mark.parametrize("arch", ["cohere2_moe", "phimoe", "dbrx", "jetmoe", "kolibri1"])
 def test_code_that_acts_per_token_does_not_prevent_packing(arch):
     """Errors, autograd functions, and reviewed methods that call functions of several tokens."""
     text = generate(discover(arch).patch, installed_release())
-    kept = {line.strip() for line in text.splitlines() if line.strip().startswith("_opslot_keeps_sequences")}
-    assert kept <= {"_opslot_keeps_sequences = 'its language model is not separate from its encoder'"}
+    assert "_opslot_keeps_sequences" not in text
 
 
 @pytest.mark.quick("dbrx", "gpt2")
@@ -413,7 +422,7 @@ def test_sequences_of_such_models_are_not_sharded(config, reason):
         model = class_of(config)._from_config(config)
     opslot.apply(model, "eager", device="cpu")
     with pytest.raises(ConfigError, match=rf"cannot be sharded \(sp=2\): {reason}"):
-        opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, world_size=2, mesh=None))
+        opslot.parallelize(model, ParallelState(sp=2))
 
 
 def test_build_save_and_load(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_ty
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import opslot
+from opslot._base.errors import ConfigError
 from opslot.models import serve_model_type
 from opslot.models._registry import find_architecture
 
@@ -19,13 +21,13 @@ FOLDERS = Path(transformers.__file__).parent / "models"
 
 
 def aliased_model_types() -> dict[str, str]:
-    """Each model_type without model classes in its own folder, and the folder of its language model."""
+    """Each model_type without model classes in a file of its folder's name, and the architecture of its model."""
     found = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         folder = model_type_to_module_name(model_type)
         if not (FOLDERS / folder / f"modeling_{folder}.py").is_file():
             cls = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
-            found[model_type] = cls.__module__.split(".")[2]
+            found[model_type] = cls.__module__.rpartition(".modeling_")[2]
     return found
 
 
@@ -62,3 +64,42 @@ def test_llama_aliases(model_type, tmp_path) -> None:
         assert type(found).__module__ == "opslot.generated.llama"
         assert found.config.model_type == model_type
         assert torch.equal(found(input_ids=ids, labels=ids).loss, loss)
+
+
+@pytest.mark.parametrize("name", ["Data2VecTextForMaskedLM", "Data2VecVisionForImageClassification"])
+def test_architectures_in_the_folder_of_another_one(name) -> None:
+    """data2vec has a file for each of text, images and audio, and none of its own name."""
+    config = getattr(transformers, f"{name.partition('For')[0]}Config")(num_hidden_layers=1)
+    with torch.device("meta"):
+        model = getattr(transformers, name)._from_config(config)
+    opslot.apply(model, device="cpu", dtype=torch.float32)
+    assert type(model).__module__.startswith("opslot.generated.data2vec_")
+    assert type(opslot.restore(model)) is getattr(transformers, name)
+
+
+def test_data2vec_text_equals_transformers() -> None:
+    from opslot.verify import check_architecture
+
+    check = check_architecture("data2vec-text", checks=("eager", "auto", "checkpoint"))
+    assert check.ok, check
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("DebertaForMaskedLM", "attention of DisentangledSelfAttention: it computes attention itself"),
+        ("DebertaForMaskedLM", "cross_entropy_loss of DebertaForMaskedLM: it takes its logits from somewhere else"),
+        ("LukeForMaskedLM", "attention of LukeSelfAttention: it computes attention itself"),
+        ("WavLMModel", "attention of WavLMAttention: it computes attention itself"),
+        (
+            "Wav2Vec2BertModel",
+            "attention of Wav2Vec2BertSelfAttention: it (passes position_bias|computes attention itself)",
+        ),
+    ],
+)
+def test_models_without_slots_name_the_reasons(name, reason) -> None:
+    config = getattr(transformers, f"{re.sub('(For|Model).*', '', name)}Config")(num_hidden_layers=1)
+    with torch.device("meta"):
+        model = getattr(transformers, name)._from_config(config)
+    with pytest.raises(ConfigError, match=f"(?s)nothing to bind in {name}.*{reason}"):
+        opslot.apply(model)

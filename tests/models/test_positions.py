@@ -44,8 +44,13 @@ def test_llama4_counts_padding_on_the_left_as_transformers_does():
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, original(**inputs).logits)
         options = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
-        ours, theirs = (m.generate(ids, attention_mask=mask, **options).logits for m in (model, original))
-    assert torch.equal(torch.stack(ours), torch.stack(theirs))
+        for cache in (True, False):
+            options["use_cache"] = cache
+            ours, theirs = (m.generate(ids, attention_mask=mask, **options).logits for m in (model, original))
+            assert torch.equal(torch.stack(ours), torch.stack(theirs))
+    for mode in (False, True):
+        ours, theirs = (m.train(mode)(**inputs, use_cache=False).logits for m in (model, original))
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,11 @@ def test_missing_tokenizer_raises(train, settings, tmp_path):
         (4, {"ep_size": 3}, "ep=3 does not divide the 4 ranks"),
         (4, {"fsdp": {"dp_replicate": 3}}, "dp_replicate=3 does not divide the 4 ranks"),
         (3, {}, "train.global_batch_size=4 is not divisible by the 3 data-parallel ranks; set it to a multiple of 3"),
+        (
+            2,
+            {"data_parallel_mode": "ddp", "ep_size": 2, "fsdp": {"cpu_offload": True}},
+            "keeps all parameters on each process, which excludes train.ep_size, train.fsdp.cpu_offload; set it to",
+        ),
         (2, {"micro_batch_size": 4}, "=4 on 2 data-parallel ranks; valid micro batch sizes: 1, 2"),
     ],
 )

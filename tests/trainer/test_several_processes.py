@@ -21,6 +21,8 @@ SIZES = {
     "sp": {"sp_size": 2, "fsdp": {"ulysses_overlap": True}},
     "ep": {"ep_size": 2},
     "sp and ep": {"sp_size": 2, "ep_size": 2},
+    "ddp": {"data_parallel_mode": "ddp"},
+    "ddp and sp": {"data_parallel_mode": "ddp", "sp_size": 2},
 }
 
 
@@ -61,6 +63,8 @@ def write(settings, tmp_path):
         pytest.param("sp", marks=pytest.mark.slow),
         pytest.param("ep", marks=pytest.mark.slow),
         "sp and ep",
+        "ddp",
+        pytest.param("ddp and sp", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
@@ -80,6 +84,8 @@ def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
         pytest.param("ep", None, marks=pytest.mark.slow),
         (None, "sp and ep"),
         pytest.param("sp", "fsdp", marks=pytest.mark.slow),
+        ("fsdp", "ddp"),
+        ("ddp", None),
     ],
 )
 def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before, after):
@@ -93,6 +99,20 @@ def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before,
     run("split", before, max_steps=2, **changes)
     run("split", after, **{"checkpoint.resume_from": "latest"}, **changes)
     assert_same_curve(curve(tmp_path / "split"), curve(tmp_path / "straight"))
+
+
+@pytest.mark.parametrize("param_dtype", [None, "bfloat16"])
+def test_resumed_ddp_continues_bit_for_bit(ranks, write, tmp_path, param_dtype):
+    changes = {"data_parallel_mode": "ddp", "fsdp": {"param_dtype": param_dtype}, "lr_scheduler": "constant"}
+    for name, max_steps, resume in (("straight", 4, None), ("split", 2, None), ("split", 4, "latest")):
+        file = write(name, max_steps=max_steps, **{"checkpoint.resume_from": resume}, **changes)
+        assert ranks.run(run_config, file) == [0, 0]
+    straight, split = (
+        [(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)] for name in ("straight", "split")
+    )
+    assert straight == split
+    exported = [AutoModelForCausalLM.from_pretrained(tmp_path / n / "hf").state_dict() for n in ("straight", "split")]
+    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
 
 
 @pytest.fixture

@@ -200,6 +200,25 @@ def test_loss_equals_that_of_transformers_processor_and_model(vlm_settings, tmp_
     assert trainer.forward(batch, trainer.count_targets(batch)).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"train.fsdp.param_dtype": "bfloat16"}, {"model.torch_dtype": "bfloat16"}, {}])
+def test_features_in_the_dtype_of_the_computation(vlm_settings, tmp_path, options):
+    """Half of the memory and of the copies of float32, with the same result."""
+    vlm_settings["data"]["shuffle"] = False
+    trainer = trainer_of(vlm_settings, tmp_path, *(f"--{name}={value}" for name, value in options.items()))
+    collate_fn = trainer.data.collate_fn
+    losses, gradients, dtypes = [], [], []
+    for dtype in (collate_fn.dtype, None):
+        collate_fn.dtype = dtype
+        batch = collate_fn([trainer.train_set[number] for number in range(3)])
+        dtypes.append(batch["pixel_values"].dtype)
+        loss, found = loss_and_gradients(trainer, [batch])
+        losses.append(loss)
+        gradients.append(found)
+    assert dtypes == [torch.bfloat16 if options else torch.float32, torch.float32]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[1])
+
+
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resume_is_exact(vlm_settings, tmp_path, train, workers):

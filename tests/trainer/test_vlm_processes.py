@@ -77,8 +77,13 @@ def test_ranks_skip_the_same_samples(write, ranks, tmp_path):
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
-@pytest.mark.quick("sp")
-@pytest.mark.parametrize("changes", [{}, {"sp_size": 2}], ids=["fsdp", "sp"])
+DDP = {"data_parallel_mode": "ddp"}
+
+
+@pytest.mark.quick("sp", "ddp")
+@pytest.mark.parametrize(
+    "changes", [{}, {"sp_size": 2}, DDP, DDP | {"sp_size": 2}], ids=["fsdp", "sp", "ddp", "ddp-sp"]
+)
 def test_packed_samples(settings, tmp_path, ranks, changes):
     from tests.multimodal import write_model, write_samples
 
@@ -94,4 +99,26 @@ def test_packed_samples(settings, tmp_path, ranks, changes):
         codes = [run_config(str(file))] if own is None else ranks.run(run_config, str(file), timeout=90)
         assert set(codes) == {0}
         curves.append([(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)])
+    assert curves[1] == [pytest.approx(row, rel=1e-4) for row in curves[0]]
+
+
+@pytest.mark.parametrize("freeze", [["language_model"], ["vision"]], ids=lambda freeze: freeze[0])
+def test_text_on_one_rank_trains_nothing_where_the_language_model_is_frozen(settings, tmp_path, ranks, freeze):
+    from tests.multimodal import write_model, write_samples
+
+    settings["task"] = "vlm"
+    settings["model"] = {"config_path": str(write_model(tmp_path / "vlm"))}
+    settings["data"] |= {"train_path": str(write_samples(tmp_path / "samples", 6)), "max_seq_len": 193}
+    # Rank 0 has text, two images, and one image; rank 1 has an image, text, and two images.
+    settings["data"] |= {"shuffle": False, "packing": False}
+    settings["train"] |= {"global_batch_size": 2, "micro_batch_size": 1, "max_steps": 3, "lr": 1e-3, "freeze": freeze}
+    curves = []
+    for name in ("one", "two"):
+        settings["train"] |= {"output_dir": str(tmp_path / name), **(DDP if name == "two" else {})}
+        config = tmp_path / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(settings))
+        codes = [run_config(str(config))] if name == "one" else ranks.run(run_config, str(config), timeout=90)
+        assert set(codes) == {0}
+        curves.append([(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)])
+    assert all(norm > 0 for _, norm in curves[0])
     assert curves[1] == [pytest.approx(row, rel=1e-4) for row in curves[0]]

@@ -48,7 +48,7 @@ class Snapshot:
 
     Attributes:
         step: the last step done.
-        tensors: state dicts of model and optimizer, with this rank's shards.
+        tensors: state dicts of model and optimizer: this rank's shards, and its share of the tensors that all hold.
         state: of the run, JSON-able: "tokens_seen", "data" (the dataloader's state), "random" (those of each rank's
             generators), and what else the trainer keeps.
         kernels: what `opslot.explain(model)` reports.
@@ -74,7 +74,30 @@ def take_snapshot(
     from opslot.checkpoint.quantized_moments import plain_state
 
     model_state, optimizer_state = _state_dicts(model, optimizer)
-    return Snapshot(step, {"model": model_state, "optimizer": plain_state(optimizer_state)}, state, kernels)
+    optimizer_state = plain_state(optimizer_state)
+    others = _saved_by_other_ranks(model_state)
+    for tensors in (model_state, optimizer_state["state"]):
+        for name in others & tensors.keys():
+            del tensors[name]
+    return Snapshot(step, {"model": model_state, "optimizer": optimizer_state}, state, kernels)
+
+
+def _saved_by_other_ranks(model_state: dict[str, Any]) -> set[str]:
+    """The names of whole tensors that this rank need not save, and so not copy: each is saved by one rank."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    rank, ranks = _rank_and_size()
+    loads = [0] * ranks
+    others = set()
+    tensors = {name: value for name, value in model_state.items() if isinstance(value, torch.Tensor)}
+    whole = {name: value.numel() for name, value in tensors.items() if not isinstance(value, DTensor)}
+    for name, size in sorted(whole.items(), key=lambda item: (-item[1], item[0])):
+        owner = loads.index(min(loads))
+        loads[owner] += size
+        if owner != rank:
+            others.add(name)
+    return others
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot, group: ProcessGroup | None = None) -> None:

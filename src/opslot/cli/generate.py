@@ -22,6 +22,7 @@ def run(options: argparse.Namespace) -> int:
     from opslot._base.device import best_device, usable_device
     from opslot.data.tokenizer import load_tokenizer
     from opslot.trainer.generating import generate_answers
+    from opslot.trainer.processors import has_processor
 
     model, prompts, system, raw = options.model, options.prompt, options.system, options.raw
     target = usable_device(options.device or best_device().type)
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
                 options.max_new_tokens,
                 chat=False if raw else None,
                 system=system,
+                as_processor=has_processor(model),
                 device=target,
                 sampling=sampling,
             )
@@ -71,14 +73,25 @@ def _base_of(folder: str, trust_remote_code: bool) -> str:
     return base
 
 
-def _load(folder: str, base: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+def _auto_class(config: Any) -> Any:
+    """Of a language model; of a multimodal one whose type has no language model of its own, with its encoders."""
+    import transformers
+    from transformers.models.auto import modeling_auto
 
+    for kind, name in {"IMAGE_TEXT_TO_TEXT": "ImageTextToText", "MULTIMODAL_LM": "MultimodalLM"}.items():
+        multimodal = config.model_type in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")
+        if multimodal and config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return getattr(transformers, f"AutoModelFor{name}")
+    return transformers.AutoModelForCausalLM
+
+
+def _load(folder: str, base: str, trust_remote_code: bool) -> Any:
     from opslot.checkpoint.adapters import load_adapter
+    from opslot.models import load_config
 
     try:
         # Not of a folder with adapters: Transformers adds them without the magnitudes of DoRA.
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _auto_class(load_config(base, trust_remote_code=trust_remote_code)).from_pretrained(
             base, trust_remote_code=trust_remote_code, local_files_only=True, dtype="auto", output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:

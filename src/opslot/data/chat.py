@@ -6,7 +6,10 @@ Which tokens are trained:
 - Otherwise an assistant turn is trained from the end of the generation prompt (what the model sees at inference) to
   the end of the turn. Both are found by rendering the conversation up to the turn, with the generation prompt, and up
   to and including it. White space after the token that ends the turn is not trained.
-- A token is trained if its first character is in a trained part.
+- A token is trained if one of its characters is in a trained part: the first token of an answer often holds the space
+  before it, which the template may not mark.
+- Where a template ends an answer without a special token (LLaVA, GLM), `append_eos` appends the end-of-sequence token
+  to a conversation that ends with one, so that the model learns to stop.
 
 A template may render earlier turns differently when others follow: Qwen3's removes the reasoning of turns before the
 last question. Such a conversation becomes several samples: a sample grows turn by turn as long as each rendering is a
@@ -173,7 +176,21 @@ class ChatEncoder(SampleEncoder):
 
     def _conversation(self, messages: list[Message], tools: Any, first: int) -> list[Rendered]:
         """Samples of a conversation in which the assistant's turns from `first` on are trained."""
+        return [self._ended(sample) for sample in self._rendered_turns(messages, tools, first)]
+
+    def _ended(self, sample: Rendered) -> Rendered:
+        """The sample with the end-of-sequence token after an answer that ends with no special token."""
+        text, spans = sample.text, sample.spans
+        if spans == [] or sample.messages[-1]["role"] != "assistant" or text.rstrip().endswith(self._special):
+            return sample
+        ended = f"{text}{self.end}"
+        if spans is not None:
+            spans = [*spans, (len(text), len(ended))]
+        return Rendered(ended, spans, sample.messages)
+
+    def _rendered_turns(self, messages: list[Message], tools: Any, first: int) -> list[Rendered]:
         full, marked = self._render(messages, tools)
+        _check_tools(full, messages, tools)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if self.train_on == "all":
             return [Rendered(full, None, messages)]
@@ -342,10 +359,34 @@ def _message(value: Any, name: str) -> Message:
         raise SampleError(f"{name}: content must be a string, found {_shown(content)}")
     calls = message.get("tool_calls")
     if calls is not None:
-        message["tool_calls"] = [_tool_call(call, f"{name}.tool_calls") for call in _parsed(calls, name)]
-    elif content is None or (role == "assistant" and not (content.strip() if isinstance(content, str) else content)):
+        calls = _parsed(calls, f"{name}.tool_calls")
+        if not isinstance(calls, list):
+            raise SampleError(f"{name}.tool_calls must be a list, found {_shown(calls)}")
+        message["tool_calls"] = [_tool_call(call, f"{name}.tool_calls") for call in calls]
+    elif content is None or (role == "assistant" and _is_empty(content)):
         raise SampleError(f"{name}: the {role}'s turn is empty")
     return message
+
+
+def _check_tools(text: str, messages: Sequence[Message], tools: Any) -> None:
+    """Raise SampleError where a conversation as text lacks its tools or their calls: many templates ignore them."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    for what, items in {"tools": tools, "tool_calls": calls}.items():
+        for item in items if isinstance(items, list) else ():
+            function = item.get("function", item) if isinstance(item, Mapping) else {}
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(name, str) and name not in text:
+                raise SampleError(
+                    f"the chat template does not render its {what} ({name}); set data.chat_template to one that does, "
+                    "or leave them out"
+                )
+
+
+def _is_empty(content: str | list[Any]) -> bool:
+    """Whether content is white space, or a list of parts with white space alone."""
+    if isinstance(content, str):
+        return not content.strip()
+    return all(isinstance(part, Mapping) and not str(part.get("text", part)).strip() for part in content)
 
 
 def _tool_call(value: Any, name: str) -> Any:
@@ -397,11 +438,13 @@ def _common(first: str, second: str) -> int:
 
 
 def trained_tokens(spans: list[tuple[int, int]] | None, offsets: list[tuple[int, int]]) -> np.ndarray:
-    """Whether each token's first character is in one of `spans`."""
-    starts = np.array([start for start, _ in offsets], dtype=np.int64)
+    """Whether each token has a character in one of `spans`."""
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     if spans is None:
         return np.ones(len(starts), dtype=bool)
+    # Special tokens that the tokenizer adds have no characters.
+    ends = np.maximum(ends, starts + 1)
     trained = np.zeros(len(starts), dtype=bool)
     for begin, end in spans:
-        trained |= (starts >= begin) & (starts < end)
+        trained |= (starts < end) & (ends > begin)
     return trained

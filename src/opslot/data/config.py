@@ -53,8 +53,8 @@ class DataConfig:
             classification never packs.
         shuffle: visit documents in a random order that depends on `train.seed` and the epoch only: shards of 4 MiB in
             random order, with a shuffle buffer of up to 64 shards.
-        append_eos: append the tokenizer's end-of-sequence token to each document; for task sft, to completions without
-            a chat template, which ends turns itself.
+        append_eos: append the tokenizer's end-of-sequence token to each document; for tasks sft and vlm, to completions
+            without a chat template, and to conversations whose template ends an answer without a special token.
         split_special_tokens: tokenize special tokens that occur in the text, such as <|endoftext|>, as plain text. Off:
             they become the special token, as in Transformers.
         num_workers: processes that prepare batches ahead of training, and as many that tokenize ahead of it; 0 does

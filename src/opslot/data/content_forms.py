@@ -13,8 +13,9 @@ from opslot.data.encoder import SampleError
 
 Message = dict[str, Any]
 
-_ROLES = ("system", "user", "assistant")
-_TEXT = "opslot"
+_ROLES = ("system", "user", "assistant", "tool")
+_CALL: Message = {"id": "opslot000", "type": "function", "function": {"name": "opslot", "arguments": {}}}
+_TEXT = "some text"
 
 
 class ContentForms:
@@ -61,10 +62,17 @@ class ContentForms:
         return self._taken[role, as_parts]
 
     def _renders(self, role: str, as_parts: bool) -> bool:
-        message = {"role": role, "content": [{"type": "text", "text": _TEXT}] if as_parts else _TEXT}
+        message: Message = {"role": role, "content": [{"type": "text", "text": _TEXT}] if as_parts else _TEXT}
         for other in ("", [{"type": "text", "text": ""}]):
             user = {"role": "user", "content": other}
-            messages = {"system": [message, user], "user": [message], "assistant": [user, message]}[role]
+            call: Message = {"role": "assistant", "content": other, "tool_calls": [_CALL]}
+            answer = {**message, "name": "opslot", "tool_call_id": _CALL["id"]}
+            messages: list[Message] = {
+                "system": [message, user],
+                "user": [message],
+                "assistant": [user, message],
+                "tool": [user, call, answer],
+            }[role]
             try:
                 text, _ = self.render(messages, None)
             # The code of any template.

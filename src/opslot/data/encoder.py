@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from opslot._base.errors import DataError
+from opslot._base.logging import get_logger
 from opslot.data.collation import LABELED
 from opslot.data.locations import Location
 from opslot.data.records import ByteRange, columns_in, read_ranges, read_records
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = get_logger(__name__)
+
+# Samples that are left out, of each process.
+_MOST_LOGGED = 10
 _BATCH_CHARACTERS = 1 << 20
 # Names of Arrow's string types.
 STRINGS = ("string", "large_string", "string_view")
@@ -152,6 +157,7 @@ class SampleEncoder(ABC):
         self.on_bad_sample = on_bad_sample
         self.columns: dict[Path, list[str]] = {}
         self.dtype: Any = LABELED
+        self._logged = 0
 
     @abstractmethod
     def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
@@ -184,6 +190,13 @@ class SampleEncoder(ABC):
             yield list(self.documents(batch, problems, counts))
         if self.on_bad_sample == "skip" and malformed:
             counts["malformed"] += len(malformed)
+            self._log(malformed)
+
+    def _log(self, malformed: list[str]) -> None:
+        """Log the first samples that are left out; the run shows the number of all."""
+        for problem in malformed[: _MOST_LOGGED - self._logged]:
+            logger.warning("left out (data.on_bad_sample: skip): %s", problem)
+        self._logged += min(len(malformed), _MOST_LOGGED - self._logged)
 
     def _samples(
         self, ranges: Sequence[ByteRange], problems: list[str], malformed: list[str]

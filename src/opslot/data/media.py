@@ -1,4 +1,4 @@
-"""Images, videos and audio of a sample: from a path, bytes, base64, a PIL image or an array to what processors take."""
+"""Images and videos of a sample: from a path, bytes, base64, a PIL image or an array to what processors take."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import io
 import itertools
 import json
 import math
-import wave
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 
-from opslot.data.resampling import resampled
 from opslot.data.seeking import selected_frames
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ KINDS = ("image", "video", "audio")
 _LONGEST_SHOWN = 200
 # How far values of an image are clipped, of 255; others are an error.
 _BEYOND = 32
-# How far floats of audio may be beyond 1, as after a filter.
-_LOUDEST = 4.0
-# Bytes in the header of a WAV file that was written to a stream, before their number was known.
-_STREAMED = 2**31 - 2**16
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 # Keys of a source, in the order in which they are looked for.
 _KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
 
@@ -82,14 +79,14 @@ def load_image(source: Any, folder: Path, limits: Limits) -> Image:
     """
     from PIL import Image, UnidentifiedImageError
 
-    value = _value(source)
+    value = value_of(source)
     if isinstance(value, Image.Image):
         image = value
     elif isinstance(value, np.ndarray | list):
         image = Image.fromarray(_pixels(value, (2, 3), "an image"))
     else:
         try:
-            image = Image.open(io.BytesIO(_read(value, folder)))
+            image = Image.open(io.BytesIO(read_source(value, folder)))
             if limits.max_pixels is not None and image.width * image.height > limits.max_pixels:
                 # JPEG decodes at a reduced size, which bounds the memory of huge images.
                 image.draft("RGB", _scaled(image.size, limits.max_pixels))
@@ -111,10 +108,20 @@ def _rgb(image: Image) -> Image:
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):
-        # Pillow clips 16-bit values to 255.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode[0] in "IF":
+        # Pillow clips values of 16 bits to 255, and truncates floats up to 1.
+        image = Image.fromarray(_of_depth(np.asarray(image)))
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _of_depth(values: np.ndarray) -> np.ndarray:
+    """uint8 pixels of gray values: of 16 or 8 bits, or floats up to 1 or 255."""
+    if values.dtype.kind == "f":
+        # As `_pixels` takes them.
+        values = values if values.max() <= 1 + _BEYOND / 255 else values / 255
+    elif values.dtype.itemsize == 2 or 255 + _BEYOND < values.max() < 2**16:
+        values = values >> 8
+    return _pixels(values, (2,), "an image")
 
 
 def load_video(source: Any, folder: Path, limits: Limits) -> Video:
@@ -123,8 +130,8 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
     Raises:
         MediaError: no frames, a file that does not decode, or no installed package that decodes it.
     """
-    value = _value(source)
-    fps = _rate(source, "fps") or 0.0
+    value = value_of(source)
+    fps = rate_of(source, "fps") or 0.0
     listed = isinstance(value, list) and bool(value) and not isinstance(value[0], list)
     if isinstance(value, np.ndarray) or (isinstance(value, list) and value and not listed):
         pixels = _pixels(value, (4,), "a video")
@@ -139,47 +146,11 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
         raise MediaError(
             f"fps is of frames and arrays, and {describe(source)} is a file; remove it, and set data.max_fps"
         )
-    data = _read(value, folder)
+    data = read_source(value, folder)
     return _decode_animation(data, source, limits) or _decode_video(data, source, folder, limits)
 
 
-def load_audio(source: Any, folder: Path, sampling_rate: int) -> np.ndarray:
-    """Mono float32 samples [n] at `sampling_rate`.
-
-    An array holds floats up to 1 or 16-bit integers, at the `sampling_rate` that its source gives.
-
-    Raises:
-        MediaError: no samples, samples that are not numbers, or a file that does not decode.
-    """
-    value = _value(source)
-    if isinstance(value, np.ndarray | list):
-        samples = _samples(value)
-        rate = round(_rate(source, "sampling_rate") or sampling_rate)
-    else:
-        samples, rate = _decode_audio(_read(value, folder), source)
-    if not samples.size:
-        raise MediaError(f"the audio {describe(source)} has length zero")
-    if not np.isfinite(samples).all():
-        raise MediaError(f"the audio {describe(source)} has samples that are not finite")
-    samples = samples if samples.ndim == 1 else samples.mean(axis=int(np.argmin(samples.shape)))
-    return samples if rate == sampling_rate else resampled(samples, rate, sampling_rate)
-
-
-def _samples(value: Any) -> np.ndarray:
-    """float32 samples of an array."""
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise MediaError(f"the array of an audio is not rectangular ({error})") from error
-    if array.ndim not in (1, 2) or array.dtype.kind not in "uif":
-        raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not audio")
-    limit = _LOUDEST if array.dtype.kind == "f" else 2**15
-    if array.size and max(float(array.max()), -float(array.min())) > limit:
-        raise MediaError(f"an audio has values up to {np.abs(array).max()}; give 16-bit integers, or floats up to 1")
-    return array.astype(np.float32) / np.float32(1 if array.dtype.kind == "f" else 2**15)
-
-
-def _rate(source: Any, name: str) -> float | None:
+def rate_of(source: Any, name: str) -> float | None:
     """Frames or samples per second that a source gives; None where it gives none, or 0."""
     value = source.get(name) if isinstance(source, Mapping) else None
     try:
@@ -195,7 +166,7 @@ def describe(source: Any) -> str:
     """A short name of a source, for errors."""
     if isinstance(source, Mapping) and isinstance(source.get("path"), str) and source.get("bytes") is not None:
         return f"{source['path']} (in the record)"
-    value = _value(source)
+    value = value_of(source)
     if isinstance(value, str) and not value.startswith("data:") and len(value) < _LONGEST_SHOWN:
         return value
     return f"in the record (a {type(value).__name__})"
@@ -252,7 +223,7 @@ def from_bytes(data: bytes) -> Any:
     return unpack(packed, [data[a:b] for a, b in itertools.pairwise(ends)])
 
 
-def _value(source: Any) -> Any:
+def value_of(source: Any) -> Any:
     """What a source consists of: a mapping's first known key that is set."""
     if isinstance(source, Mapping):
         key = next((key for key in _KEYS if source.get(key) is not None), None)
@@ -266,7 +237,7 @@ def _value(source: Any) -> Any:
     return source
 
 
-def _read(value: Any, folder: Path) -> bytes:
+def read_source(value: Any, folder: Path) -> bytes:
     """The bytes of a file, a data URI, or `value` itself."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
@@ -278,17 +249,24 @@ def _read(value: Any, folder: Path) -> bytes:
             return base64.b64decode("".join(value.partition(",")[2].split()), validate=True)
         except binascii.Error as error:
             raise MediaError(f"not base64: {error}") from error
-    if value.startswith(("http://", "https://")):
-        raise MediaError(f"{value} is not downloaded; store the file and give its path")
-    path = folder / Path(value.removeprefix("file://")).expanduser()
+    shown = value if len(value) < _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+    shown = shown.encode(errors="backslashreplace").decode()
+    if _URL.match(value) and not value.startswith("file://"):
+        raise MediaError(f"{shown} is not downloaded; store the file and give its path")
     try:
-        return path.read_bytes()
-    except OSError as error:
-        shown = value if len(value) < _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+        return _path(value, folder).read_bytes()
+    # ValueError: a null byte. RuntimeError: no home directory.
+    except (OSError, ValueError, RuntimeError) as error:
         hint = "" if len(value) < _LONGEST_SHOWN else '; give base64 text as {"base64": ...} or a data: URI'
-        raise MediaError(
-            f"{shown} cannot be read ({error.strerror}); relative paths start at {folder}{hint}"
-        ) from error
+        reason = "not Unicode" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
+        raise MediaError(f"{shown} cannot be read ({reason}); relative paths start at {folder}{hint}") from error
+
+
+def _path(value: str, folder: Path) -> Path:
+    """The path in a file URL, whose characters may be percent-encoded, or `value`; relative to `folder`."""
+    path = folder / Path(value.removeprefix("file://").removeprefix("localhost")).expanduser()
+    is_encoded = value.startswith("file://") and "%" in value and not path.exists()
+    return Path(unquote(str(path))) if is_encoded else path
 
 
 def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
@@ -297,7 +275,9 @@ def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise MediaError(f"the array of {what} is not rectangular ({error})") from error
-    if array.ndim not in dimensions or 0 in array.shape[1:] or array.dtype.kind not in "uif":
+    # No frames are an error of their own.
+    no_size = 0 in (array.shape[1:] if array.ndim == 4 else array.shape)
+    if array.ndim not in dimensions or no_size or array.dtype.kind not in "uif":
         raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not {what}")
     if array.ndim > 2 and array.shape[-1] not in (1, 3, 4) and array.shape[-3] in (1, 3, 4):
         array = np.moveaxis(array, -3, -1)
@@ -312,7 +292,8 @@ def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
             f"the array of {what} has values from {array.min() / scale:.4g} to {array.max() / scale:.4g}; integers are "
             "from 0 to 255, floats from 0 to 1"
         )
-    array = array.clip(0, 255).astype(np.uint8)
+    if array.dtype != np.uint8:
+        array = array.clip(0, 255).astype(np.uint8)
     return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
 
 
@@ -348,7 +329,7 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
         return None
     try:
         total = getattr(image, "n_frames", 1)
-        fps = 1000 / (image.info.get("duration") or 42)
+        fps = 1000 / np.mean([_duration(image, number) for number in range(total)]).item()
         indices = _sampled(total, fps, limits, source)
         frames = []
         for index in indices:
@@ -359,8 +340,14 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
     return _video(frames, indices, total, fps)
 
 
+def _duration(image: Image, number: int) -> float:
+    """Milliseconds for which a frame of an animation is shown."""
+    image.seek(number)
+    return image.info.get("duration") or 42
+
+
 def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
-    decode = _decode_with_av if _torchcodec() is None else _decode_with_torchcodec
+    decode = _decode_with_av if torchcodec_decoders() is None else _decode_with_torchcodec
     try:
         return decode(data, source, folder, limits)
     except MediaError:
@@ -371,7 +358,7 @@ def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Vid
         raise MediaError(f"the video {describe(source)} does not decode ({reason})") from error
 
 
-def _torchcodec() -> Any:
+def torchcodec_decoders() -> Any:
     """`torchcodec.decoders`; None where it, or the FFmpeg libraries that it needs, are not installed."""
     try:
         from torchcodec import decoders
@@ -382,7 +369,7 @@ def _torchcodec() -> Any:
 
 
 def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
-    decoder = _torchcodec().VideoDecoder(data)
+    decoder = torchcodec_decoders().VideoDecoder(data)
     total, fps = len(decoder), float(decoder.metadata.average_fps or 0)
     indices = _sampled(total, fps, limits, source)
     pixels = (decoder.get_frame_at(index).data.permute(1, 2, 0).numpy() for index in indices)
@@ -391,7 +378,7 @@ def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limi
 
 
 def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
-    with _av(source).open(io.BytesIO(data)) as container:
+    with av_package(source).open(io.BytesIO(data)) as container:
         if not container.streams.video:
             raise MediaError(f"{describe(source)} has no video stream")
         stream = container.streams.video[0]
@@ -400,12 +387,19 @@ def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> V
             container,
             stream,
             lambda count: _sampled(count, fps, limits, source),
-            lambda frame: load_image(frame.to_image().rotate(frame.rotation, expand=True), folder, limits),
+            lambda frame: load_image(_upright(frame), folder, limits),
         )
     return _video(frames, [*indices], total, fps)
 
 
-def _av(source: Any) -> Any:
+def _upright(frame: Any) -> np.ndarray | Image:
+    """A PyAV frame, turned as the header of its track says."""
+    if frame.rotation % 90:
+        return frame.to_image().rotate(frame.rotation, expand=True)
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
+
+
+def av_package(source: Any) -> Any:
     try:
         import av
     except ImportError as error:
@@ -416,29 +410,7 @@ def _av(source: Any) -> Any:
     return av
 
 
-def load_audio_track(source: Any, folder: Path, sampling_rate: int) -> np.ndarray | None:
-    """The audio of a video file, mono float32 [n] at `sampling_rate`; None for a video without.
-
-    Raises:
-        MediaError: an audio track that does not decode, or no installed package that decodes it.
-    """
-    value = _value(source)
-    if isinstance(value, np.ndarray | list):
-        return None
-    data = _read(value, folder)
-    if _is_animation(data):
-        return None
-    decode = _track_with_av if _torchcodec() is None else _track_with_torchcodec
-    try:
-        samples = decode(data, source, sampling_rate)
-    except MediaError:
-        raise
-    except Exception as error:
-        raise MediaError(f"the audio track of {describe(source)} does not decode ({error})") from error
-    return samples if samples is not None and samples.size else None
-
-
-def _is_animation(data: bytes) -> bool:
+def is_animation(data: bytes) -> bool:
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -446,53 +418,3 @@ def _is_animation(data: bytes) -> bool:
     except UnidentifiedImageError:
         return False
     return True
-
-
-def _track_with_torchcodec(data: bytes, source: Any, sampling_rate: int) -> np.ndarray | None:
-    try:
-        decoder = _torchcodec().AudioDecoder(data, sample_rate=sampling_rate, num_channels=1)
-    # What it raises where the file has no audio stream.
-    except (ValueError, RuntimeError):
-        return None
-    return np.asarray(decoder.get_all_samples().data[0].numpy(), dtype=np.float32)
-
-
-def _track_with_av(data: bytes, source: Any, sampling_rate: int) -> np.ndarray | None:
-    av = _av(source)
-    with av.open(io.BytesIO(data)) as container:
-        if not container.streams.audio:
-            return None
-        resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
-        frames = [part for frame in container.decode(container.streams.audio[0]) for part in resampler.resample(frame)]
-        parts = [part.to_ndarray().reshape(-1) for part in [*frames, *resampler.resample(None)]]
-    return np.concatenate(parts).astype(np.float32) if parts else None
-
-
-def _decode_audio(data: bytes, source: Any) -> tuple[np.ndarray, int]:
-    """Samples [n, channels] and their rate: PCM WAV by Python itself, other formats by soundfile."""
-    try:
-        with wave.open(io.BytesIO(data)) as file:
-            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            frames = file.getnframes()
-            raw = file.readframes(frames)
-        found = len(raw) // (width * channels)
-        if found < frames and frames * width * channels < _STREAMED:
-            raise MediaError(f"the audio {describe(source)} is truncated after {found / rate:.3f} s")
-        if width == 2:
-            return np.frombuffer(raw, "<i2").reshape(-1, channels) / np.float32(2**15), rate
-    except (wave.Error, EOFError):
-        pass
-    try:
-        import soundfile
-    except ImportError as error:
-        raise MediaError(
-            f"the audio {describe(source)} is not a 16-bit PCM WAV file, and soundfile is not installed; "
-            "pip install soundfile"
-        ) from error
-    try:
-        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
-    except Exception as error:
-        # Without the name of the stream that it was read from.
-        reason = getattr(error, "error_string", error)
-        raise MediaError(f"the audio {describe(source)} does not decode ({reason})") from error
-    return samples, int(rate)

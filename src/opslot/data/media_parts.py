@@ -124,8 +124,13 @@ def _of_part(part: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any
         raise MediaError(f"a part of a message must be an object with type, found {part!r}"[:200])
     known = {key: value for key, value in part.items() if value is not None}
     kind = _kind(known)
+    if other := next((name for name in ("text", *KINDS) if name != kind and known.get(name)), None):
+        raise MediaError(f"a part of type {kind} has {other} too; make it two parts")
     if kind == "text":
-        return {"type": "text", "text": known.get("text", "")}
+        text = known.get("text", "")
+        if not isinstance(text, str):
+            raise MediaError(f"the text of a part must be a string, found {text!r}"[:200])
+        return {"type": "text", "text": text}
     if setting := next((name for name in _SETTINGS if name in known), None):
         raise MediaError(
             f"a part of type {kind} has {setting}, which is not applied; remove it (for all: {_SETTINGS[setting]})"

@@ -20,6 +20,7 @@ import torch
 
 from opslot._base.errors import ConfigError, DataError
 from opslot._base.source import source_of
+from opslot.data.audio import load_audio, load_audio_track
 from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
@@ -30,8 +31,6 @@ from opslot.data.media import (
     Limits,
     MediaError,
     from_bytes,
-    load_audio,
-    load_audio_track,
     load_image,
     load_video,
     to_bytes,
@@ -111,7 +110,10 @@ class MultimodalEncoder(ChatEncoder):
         self.limits = limits or Limits()
         self.check_features = check_features
         # Of a prefix language model, whose prompt is bidirectional: its processor takes the answers apart as `suffix`.
-        self.has_prefix = "suffix" in inspect.signature(type(self.processor).__call__).parameters
+        # Transformers before 5.23 has no parameter for it.
+        self.has_prefix = "suffix" in inspect.signature(type(processor).__call__).parameters or source_has(
+            type(processor), 'pop("suffix"'
+        )
 
     def identity(self) -> dict[str, Any]:
         known = self.processor.to_dict()
@@ -200,8 +202,12 @@ class MultimodalEncoder(ChatEncoder):
             loaded: its images, videos and audio.
             expanded: its text with all placeholders.
         """
-        encoded = self.tokenizer(expanded, add_special_tokens=self.plain, return_offsets_mapping=True, verbose=False)
-        if encoded["input_ids"] != ids.tolist():
+        # Some processors add them themselves.
+        for special in (False, True):
+            encoded = self.tokenizer(expanded, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+            if encoded["input_ids"] == ids.tolist():
+                break
+        else:
             raise SampleError(f"{type(self.processor).__name__} returns other tokens than its text has")
         spans = sample.spans
         if spans is not None:
@@ -276,7 +282,7 @@ class MultimodalEncoder(ChatEncoder):
 
     def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], tracks: Sequence[int | None]) -> Any:
         """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
-        options = {"return_tensors": "pt", "add_special_tokens": self.plain}
+        options = {"return_tensors": "pt", **special_tokens_option(self.tokenizer, text, plain=self.plain)}
         try:
             return call_processor(
                 self.processor,
@@ -414,6 +420,21 @@ class MultimodalEncoder(ChatEncoder):
         token = getattr(self.config, "video_token_id", None)
         has_frames = "video_grid_thw" in inputs and "pixel_values_videos" in inputs
         return has_frames and token is not None and not bool((ids == token).any())
+
+
+def special_tokens_option(tokenizer: Any, text: str, *, plain: bool = False) -> dict[str, bool]:
+    """The option by which a processor adds special tokens to a text as its `apply_chat_template` does.
+
+    A chat template of a text model has all of them. That of a multimodal model, such as LLaVA's, may leave the first
+    one to the tokenizer.
+
+    Args:
+        plain: the text has no chat template.
+    """
+    if plain:
+        return {"add_special_tokens": True}
+    bos = getattr(tokenizer, "bos_token", None)
+    return {"add_special_tokens": False} if bos and text.startswith(bos) else {}
 
 
 class _Recorder:

@@ -19,6 +19,7 @@ class MultimodalCollator:
     Args:
         encoder: computes features.
         packing: samples are packed documents; else each is one document, padded.
+        dtype: of floating-point features, such as pixel values; default as the processor returns them, in float32.
 
     Returns (of a call):
         What `collate` or `collate_padded` return, and the features of all documents in their order. position_ids have
@@ -26,9 +27,10 @@ class MultimodalCollator:
         the model takes it; [B, S] for a model with one axis.
     """
 
-    def __init__(self, encoder: MultimodalEncoder, packing: bool) -> None:
+    def __init__(self, encoder: MultimodalEncoder, packing: bool, dtype: torch.dtype | None = None) -> None:
         self.encoder = encoder
         self.packing = packing
+        self.dtype = dtype
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = collate(samples) if self.packing else collate_padded(samples)
@@ -53,10 +55,10 @@ class MultimodalCollator:
                 start = stop
         if axes > 1:
             batch["position_ids"] = torch.cat([text[None], rotary]) if positions.takes_text_axis else rotary
-        return {**batch, **per_token, **{name: _joined(values) for name, values in features.items()}}
+        return {**batch, **per_token, **{name: _joined(values, self.dtype) for name, values in features.items()}}
 
 
-def _joined(values: list[torch.Tensor]) -> torch.Tensor:
+def _joined(values: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Tensors in one, along the first dimension; other sizes are padded with zeros to the largest."""
     shapes = {value.shape[1:] for value in values}
     if len(shapes) > 1:
@@ -66,10 +68,19 @@ def _joined(values: list[torch.Tensor]) -> torch.Tensor:
             F.pad(value, [n for count in reversed(counts) for n in (0, count)])
             for value, counts in zip(values, missing, strict=True)
         ]
-    if get_worker_info() is None:
-        return torch.cat(values) if len(values) > 1 else values[0]
-    # A process of the loader sends tensors through shared memory: joined there, they are not copied again.
+    if dtype is None or not values[0].is_floating_point():
+        dtype = values[0].dtype
+    in_worker = get_worker_info() is not None
+    if len(values) == 1 and not in_worker:
+        return values[0].to(dtype)
     shape = (sum(map(len, values)), *values[0].shape[1:])
-    storage = torch.UntypedStorage._new_shared(math.prod(shape) * values[0].element_size())
-    joined = torch.empty(0, dtype=values[0].dtype).set_(storage).view(shape)
-    return torch.cat(values, out=joined)
+    if in_worker:
+        # A process of the loader sends tensors through shared memory: joined there, they are not copied again.
+        storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
+        joined = torch.empty(0, dtype=dtype).set_(storage).view(shape)
+    else:
+        joined = torch.empty(shape, dtype=dtype)
+    # Casts without a copy in the first dtype, unlike torch.cat.
+    for part, value in zip(joined.split([len(value) for value in values]), values, strict=True):
+        part.copy_(value)
+    return joined

@@ -37,7 +37,8 @@ def call_processor(
     """
     arguments: dict[str, Any] = {}
     if media["image"]:
-        arguments["images"] = media["image"]
+        # Of one sample: LLaVA-OneVision splits an image in tiles only where it is the only one of its sample.
+        arguments["images"] = [media["image"]]
     if media["audio"]:
         arguments["audio"] = media["audio"]
         if masks_audio:

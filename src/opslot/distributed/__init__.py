@@ -1,4 +1,4 @@
-"""Device meshes, FSDP2, sequence and expert parallelism, gradient norms, and ranks that fail together."""
+"""Device meshes, FSDP2 and DDP, sequence and expert parallelism, gradient norms, and ranks that fail together."""
 
 from opslot.distributed.consensus import (
     fail_together,

@@ -1,8 +1,8 @@
-"""FSDP2 for a model: sharded layer by layer, experts within their ep rank, gradients summed over the ranks.
+"""Data parallelism of a model. FSDP2: sharded layer by layer, experts within their ep rank. DDP: whole on each rank.
 
-The loss of a rank is the sum over its tokens divided by the number of tokens of the whole step, and FSDP sums gradients
-instead of averaging them. So a step equals that of one process on the whole batch, for any mesh, for dense parameters
-and experts, and with different numbers of tokens per rank.
+The loss of a rank is the sum over its tokens divided by the number of tokens of the whole step, and gradients are
+summed over the ranks instead of averaged. So a step equals that of one process on the whole batch, for any mesh, for
+dense parameters and experts, and with different numbers of tokens per rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,19 @@ from opslot._base.errors import ConfigError
 from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
 from opslot.distributed.dtensors import local_tensor
-from opslot.distributed.mixed_precision import can_copy_parameters, compute_with_copies, takes_little_memory
+from opslot.distributed.mixed_precision import (
+    can_copy_parameters,
+    compute_with_copies,
+    replicate,
+    replicated_gradient_sync,
+    takes_little_memory,
+)
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
+DataParallelMode = Literal["auto", "ddp", "fsdp2"]
+# What `needs_fsdp` depends on.
+MODE_OPTIONS = ("data_parallel_mode", "param_dtype", "cpu_offload", "reshard_after_forward", "copy_engine")
 _REDUCTIONS = "_fsdp_reductions"
 # Elements whose norm is computed at once on the CPU.
 _CPU_PART = 2**12
@@ -41,6 +50,7 @@ def shard_model(
     layers: Collection[str] | None = None,
     head: nn.Module | None = None,
     with_root: Collection[nn.Module] = (),
+    data_parallel_mode: DataParallelMode = "auto",
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     activation_checkpointing: CheckpointingMode | bool = False,
@@ -55,12 +65,12 @@ def shard_model(
 ) -> nn.Module:
     """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
 
-    In one process, a model computes with copies of its parameters in `param_dtype` instead, unless it is so large that
-    they do not fit easily beside them.
+    A model that is small for the GPU stays whole on each rank instead (`data_parallel_mode`): it computes with copies
+    of its parameters in `param_dtype`, and its gradients are all-reduced.
 
-    Each layer is one parameter group. The experts that `plan` names are their own group, sharded on dim 1 over the
-    ranks that hold the same experts. The root's group has the remaining parameters: it is unsharded during the model's
-    forward and reduced last. `head`, if given, is its own group instead.
+    With FSDP2, each layer is one parameter group. The experts that `plan` names are their own group, sharded on dim 1
+    over the ranks that hold the same experts. The root's group has the remaining parameters: it is unsharded during the
+    model's forward and reduced last. `head`, if given, is its own group instead.
 
     Args:
         model: on any device, with the same values on every rank; or on meta, then give `load`.
@@ -70,6 +80,8 @@ def shard_model(
         head: module that follows the last layer. Its parameters are gathered during that layer's forward and reduced
             during its backward, but unsharded only inside the module's own forward.
         with_root: modules in which no layer is a separate group, such as those that only some ranks run.
+        data_parallel_mode: ddp or fsdp2; auto is ddp in one process if copies in `param_dtype` take at most 5 % of the
+            GPU's memory, and in several if the parameters do and no other option needs FSDP2.
         param_dtype: dtype of the computation, as in MixedPrecisionPolicy; default the parameters'. The optimizer keeps
             the parameters' dtype.
         reduce_dtype: dtype in which gradients are accumulated.
@@ -91,14 +103,22 @@ def shard_model(
 
     Raises:
         ConfigError: no layers, a plan that does not fit, trainable parameters of several dtypes in one group, or
-            options that need several processes.
+            options that need several processes or FSDP2.
     """
     state = state or get_parallel_state()
-    is_sharded = needs_fsdp(model, state, param_dtype, cpu_offload)
+    is_sharded = needs_fsdp(
+        model,
+        state,
+        data_parallel_mode=data_parallel_mode,
+        param_dtype=param_dtype,
+        cpu_offload=cpu_offload,
+        reshard_after_forward=reshard_after_forward,
+        copy_engine=copy_engine,
+    )
     if is_sharded and state.mesh is None:
         raise ConfigError(
-            "cpu_offload, and param_dtype of a model that is large for this device, need FSDP, which needs a process "
-            "group",
+            "fsdp2, cpu_offload, and param_dtype of a model that is large for this device need FSDP, which needs a "
+            "process group",
             hint="call init_parallel_state(group_of_one=True) first, start with torchrun, or use torch.autocast",
         )
     dtype = param_dtype if is_sharded else None
@@ -124,6 +144,9 @@ def shard_model(
         _set_prefetch(model, groups, prefetch)
         reductions = use_copies(_shard_groups(model, state, expert_modules), state.device, copy_engine, add)
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
+    elif state.world_size > 1:
+        # Ranks of a sequence exchange heads in the backward pass, where gradients may be ready in different orders.
+        replicate(model, param_dtype, reduce_dtype, overlap=state.sp == 1)
     elif param_dtype is not None:
         compute_with_copies(model, param_dtype)
     if load is not None:
@@ -136,13 +159,60 @@ def shard_model(
     return model
 
 
-def needs_fsdp(model: nn.Module, state: ParallelState, param_dtype: torch.dtype | None, cpu_offload: bool) -> bool:
-    """Whether `shard_model` uses FSDP: with several processes, and in one for what a copy of the parameters in
-    `param_dtype` does not do.
+def needs_fsdp(
+    model: nn.Module,
+    state: ParallelState,
+    *,
+    data_parallel_mode: DataParallelMode = "auto",
+    param_dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool | None = None,
+    copy_engine: bool | None = None,
+) -> bool:
+    """Whether `shard_model` with these options uses FSDP2.
+
+    Raises:
+        ConfigError: an unknown mode, or ddp with an option that needs FSDP2.
     """
-    if state.world_size > 1 or cpu_offload:
+    mode = data_parallel_mode
+    if mode not in get_args(DataParallelMode):
+        raise ConfigError(
+            f"unknown data_parallel_mode={mode!r}", hint=f"use one of {', '.join(get_args(DataParallelMode))}"
+        )
+    needs = {
+        f"dp_replicate={state.dp_replicate}": state.dp_replicate > 1,
+        f"ep={state.ep}": state.ep > 1,
+        "cpu_offload": cpu_offload,
+        f"reshard_after_forward={reshard_after_forward}": reshard_after_forward is not None,
+        "copy_engine": bool(copy_engine),
+    }
+    found = [name for name, is_given in needs.items() if is_given]
+    if mode == "ddp":
+        if found:
+            raise ConfigError(
+                "data_parallel_mode is ddp, in which each rank holds all parameters",
+                found=f"{', '.join(found)}, which FSDP2 alone supports",
+                hint="set data_parallel_mode to fsdp2, or remove the others",
+            )
+        return False
+    if mode == "fsdp2" or cpu_offload:
         return True
+    if state.world_size > 1:
+        return bool(found) or not _is_small(model, state.device)
     return param_dtype is not None and not can_copy_parameters(model, param_dtype, state.device)
+
+
+def _is_small(model: nn.Module, device: torch.device) -> bool:
+    """Whether all parameters that FSDP2 would shard, and so their gradients too, take little of a GPU's memory."""
+    whole = _whole_weights(model)
+    held = sum(p.numel() * p.itemsize for p in model.parameters() if p not in whole)
+    return device.type == "cuda" and takes_little_memory(held, device)
+
+
+def _whole_weights(model: nn.Module) -> set[Any]:
+    """Weights that are quantized as they are loaded, which stay whole on each rank."""
+    whole: set[Any] = {m.weight for m in model.modules() if hasattr(m, "load_weight")}
+    return whole | {getattr(m, name) for m in model.modules() for name in getattr(m, "load_weights", ())}
 
 
 def _keeps_gathered(model: nn.Module, param_dtype: torch.dtype | None, device: torch.device) -> bool:
@@ -262,7 +332,8 @@ def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
     Gradient accumulation disables it for all micro batches except the last.
     """
     if not isinstance(model, FSDPModule):
-        yield
+        with replicated_gradient_sync(model, enabled):
+            yield
         return
     reductions = model.__dict__.get(_REDUCTIONS) or _Reductions([], None)
     model.set_requires_gradient_sync(enabled)
@@ -349,10 +420,7 @@ def _shard(
 ) -> list[list[nn.Module]]:
     """Bottom-up `fully_shard`; returns, layer by layer and then for the head, the modules whose parameters it needs."""
     owners = [model.get_submodule(path) for path in experts]
-    # Weights that are quantized as they are loaded stay whole on each rank.
-    whole = {m.weight for m in model.modules() if hasattr(m, "load_weight")}
-    whole |= {getattr(m, name) for m in model.modules() for name in getattr(m, "load_weights", ())}
-    options = {**options, "ignored_params": whole or None}
+    options = {**options, "ignored_params": _whole_weights(model) or None}
     for path, owner in zip(experts, owners, strict=True):
         _check_expert_shapes(path, owner, state)
         fully_shard(

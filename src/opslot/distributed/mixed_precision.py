@@ -1,11 +1,15 @@
-"""Mixed precision in one process: a model computes with copies of its parameters in another dtype.
+"""Mixed precision and data parallelism without FSDP: each process holds all parameters.
 
-What FSDP's MixedPrecisionPolicy does, without its work on the host for each layer and each parameter, which for small
-models takes longer than their forward and backward pass.
+A model computes with copies of its parameters in another dtype, as with FSDP's MixedPrecisionPolicy, and processes sum
+their gradients, without FSDP's work on the host for each layer and each parameter, which for small models takes longer
+than their forward and backward pass.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from opslot._base.errors import ParallelError
+from opslot.distributed.gradient_buckets import GradientBuckets
 
 # Of the device's memory.
 _LITTLE = 0.05
@@ -43,17 +51,37 @@ def compute_with_copies(model: nn.Module, dtype: torch.dtype) -> None:
         model: its parameters may be on meta until the first forward pass. Transformers models inside it, such as the
             base model, compute with the copies too when they are called alone.
     """
-    copies = _Copies(model, dtype)
-    model.__dict__[_COPIES] = copies
-    for module in model.modules():
-        if module is model or hasattr(module, "_no_split_modules"):
-            module.register_forward_pre_hook(copies.begin_forward, with_kwargs=True)
-            module.register_forward_hook(copies.end_forward, always_call=True)
+    _register(model, _Copies(model, dtype))
+
+
+def replicate(
+    model: nn.Module, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None = torch.float32, overlap: bool = True
+) -> None:
+    """Let `model`, with the same parameters on every rank, train with gradients that are summed over all ranks.
+
+    Computes with copies as `compute_with_copies`. Gradients that are not reduced yet (`gradient_sync`) are not among
+    those of the parameters.
+
+    Args:
+        model: its parameters may be on meta until the first forward pass.
+        dtype: of the computation; default the parameters'.
+        reduce_dtype: in which gradients are summed, over backward passes and ranks; default that of the computation.
+        overlap: reduce gradients during the backward pass. Off: after it, as beside other collectives in it.
+    """
+    _register(model, _Copies(model, dtype, _Reduction(reduce_dtype, overlap)))
 
 
 def has_copies(model: nn.Module) -> bool:
-    """Whether `compute_with_copies` was called for `model`."""
+    """Whether `compute_with_copies` or `replicate` was called for `model`."""
     return _COPIES in model.__dict__
+
+
+@contextlib.contextmanager
+def replicated_gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """`gradient_sync` of a model on which `replicate` may have been called."""
+    copies = model.__dict__.get(_COPIES)
+    with copies.gradient_sync(enabled) if copies is not None else contextlib.nullcontext():
+        yield
 
 
 def release_copies(model: nn.Module) -> None:
@@ -62,12 +90,39 @@ def release_copies(model: nn.Module) -> None:
         model.__dict__[_COPIES].release()
 
 
+def _register(model: nn.Module, copies: _Copies) -> None:
+    model.__dict__[_COPIES] = copies
+    for module in model.modules():
+        if module is model or hasattr(module, "_no_split_modules"):
+            module.register_forward_pre_hook(copies.begin_forward, with_kwargs=True)
+            module.register_forward_hook(copies.end_forward, always_call=True)
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How gradients are summed over ranks."""
+
+    dtype: torch.dtype | None
+    overlap: bool
+
+
 class _Copies:
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
+    """What a model computes with: copies of the parameters that have another dtype.
+
+    Where ranks sum their gradients, also aliases of the other trained parameters, tensors with the same memory: theirs
+    are the gradients of this rank, the parameters' those of all ranks.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, reduction: _Reduction | None = None) -> None:
+        self._model, self._dtype, self._reduction = model, dtype, reduction
+        # Of the trained parameters; and whether the next backward pass reduces, and the last one did.
+        self._buckets: GradientBuckets | None = None
+        self._reduces, self._is_reduced = True, False
         # Where parameters are: a module's dict of parameters, name, parameter and copy.
         self._places: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._without_copy: list[nn.Parameter] = []
+        self._guards: list[RemovableHandle] = []
         self._is_found = False
         # Modules that may be computed again in the backward pass.
         self._checkpointed: list[nn.Module] = []
@@ -78,12 +133,27 @@ class _Copies:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or loaded model makes its own.
-        return _Copies, (self._model, self._dtype)
+        return _Copies, (self._model, self._dtype, self._reduction)
+
+    @contextlib.contextmanager
+    def gradient_sync(self, enabled: bool) -> Iterator[None]:
+        before, self._reduces, self._is_reduced = self._reduces, enabled, False
+        try:
+            yield
+            if enabled and self._reduction is not None and not self._is_reduced:
+                # This rank ran no backward pass, but others may have.
+                self._find()
+                self._finish_reduction()
+        finally:
+            self._reduces = before
 
     def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module in self._running:
             # KeyboardInterrupt ends a forward pass without its hooks.
             self._running.clear()
+        if torch._C._current_graph_task_id() == _NO_BACKWARD:
+            # The last one may have raised.
+            self._backward = _NO_BACKWARD
         self._running.append(module)
         if len(self._running) > 1 or self._in_backward():
             return None
@@ -91,7 +161,7 @@ class _Copies:
         self._find()
         self._copy_values()
         self._place_copies()
-        return pytree.tree_map_only(Tensor, self._cast, (args, kwargs))
+        return None if self._dtype is None else pytree.tree_map_only(Tensor, self._cast, (args, kwargs))
 
     def end_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After a forward pass, also one that raised; `output` is None then."""
@@ -103,18 +173,29 @@ class _Copies:
             return
         self._place_parameters()
         found = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-        if found and any(getattr(module, "gradient_checkpointing", True) for module in self._checkpointed):
+        is_computed_again = any(getattr(module, "gradient_checkpointing", True) for module in self._checkpointed)
+        if found and (is_computed_again or self._buckets is not None):
             register_multi_grad_hook(found, self._begin_backward, mode="any")
 
     @torch.inference_mode(False)  # A tensor that is made inside could not be trained outside.
     def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        copy = nn.Parameter(torch.empty_like(parameter, dtype=self._dtype))
+        if self._is_cast(parameter):
+            copy = nn.Parameter(torch.empty_like(parameter, dtype=self._dtype))
+        else:
+            copy = nn.Parameter(parameter.detach())
         copy.register_post_accumulate_grad_hook(self._after_gradient)
+        copy.requires_grad_(parameter.requires_grad)
         return copy
 
     def _after_gradient(self, copy: Tensor) -> None:
-        """Move the gradients when the backward pass ends."""
-        if self._moved_after != (task := torch._C._current_graph_task_id()):
+        """Reduce the gradient, or move it to the parameter when the backward pass ends."""
+        if self._buckets is not None:
+            # A backward pass that starts at no output of the model has not begun here. One inside another, of a
+            # checkpoint with `use_reentrant`, ends with the outer one.
+            if self._backward == _NO_BACKWARD:
+                self._begin_backward(copy)
+            self._buckets.arrive(copy, self._reduces)
+        elif self._moved_after != (task := torch._C._current_graph_task_id()):
             self._moved_after = task
             torch.autograd.Variable._execution_engine.queue_callback(self._move_gradients)
 
@@ -136,9 +217,18 @@ class _Copies:
         if new:
             torch._foreach_copy_(new, computed)
 
+    def _finish_reduction(self) -> None:
+        if self._buckets is not None:
+            self._buckets.finish(self._reduces)
+        self._is_reduced = self._reduces
+
     def release(self) -> None:
         self._place_parameters()
-        self._places, self._copies, self._is_found = [], {}, False
+        self._places, self._copies, self._buckets, self._is_found = [], {}, None, False
+        self._without_copy = []
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
 
     def _in_backward(self) -> bool:
         return self._backward != _NO_BACKWARD and self._backward == torch._C._current_graph_task_id()
@@ -148,21 +238,27 @@ class _Copies:
         if not self._in_backward():
             self._backward = torch._C._current_graph_task_id()
             self._place_copies()
+            if self._buckets is not None:
+                self._buckets.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._backward = _NO_BACKWARD
         self._place_parameters()
+        self._finish_reduction()
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self._dtype) if x.is_floating_point() else x
 
+    def _is_cast(self, parameter: nn.Parameter) -> bool:
+        return self._dtype is not None and _is_cast(parameter, self._dtype)
+
+    def _is_reduced_over_ranks(self, parameter: nn.Parameter) -> bool:
+        return self._reduction is not None and parameter.requires_grad
+
     def _find(self) -> None:
-        """Find the parameters again if modules hold others than before, or on another device."""
-        if self._is_found and all(
-            held.get(name) is parameter and parameter.device == copy.device
-            for held, name, parameter, copy in self._places
-        ):
+        """Find the parameters again if modules hold others than before, on another device, or trained or not."""
+        if self._is_found and self._is_current():
             return
         self.release()
         self._is_found = True
@@ -172,20 +268,46 @@ class _Copies:
         for module in self._model.modules():
             held: dict[str, Any] = module._parameters
             for name, parameter in held.items():
-                if parameter is None or not _is_cast(parameter, self._dtype):
+                if parameter is None:
+                    continue
+                if not self._is_cast(parameter) and not self._is_reduced_over_ranks(parameter):
+                    self._without_copy.append(parameter)
                     continue
                 if parameter not in self._copies:
                     self._copies[parameter] = self._copy_of(parameter)
                 self._places.append((held, name, parameter, self._copies[parameter]))
+        if self._reduction is not None:
+            trained = [(copy, parameter) for parameter, copy in self._copies.items() if parameter.requires_grad]
+            self._guards = [p.register_post_accumulate_grad_hook(_raise_not_reduced) for _, p in trained]
+            self._buckets = GradientBuckets(trained, self._reduction.dtype, self._reduction.overlap)
+
+    def _is_current(self) -> bool:
+        if self._reduction is not None and any(parameter.requires_grad for parameter in self._without_copy):
+            return False
+        return all(
+            held.get(name) is parameter and self._is_of(copy, parameter) for held, name, parameter, copy in self._places
+        )
+
+    def _is_of(self, copy: nn.Parameter, parameter: nn.Parameter) -> bool:
+        """Whether a copy still serves its parameter."""
+        if parameter.device != copy.device:
+            return False
+        if self._reduction is None:
+            return True
+        is_alias = parameter.dtype == copy.dtype
+        return parameter.requires_grad == copy.requires_grad and (
+            not is_alias or parameter.data_ptr() == copy.data_ptr()
+        )
 
     @torch.no_grad()
     def _copy_values(self) -> None:
-        copies: list[Tensor] = list(self._copies.values())
-        if not copies:
-            return
-        # The graph of an earlier forward pass may still need the copies; the values are the same then.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(copies)):
-            torch._foreach_copy_(copies, list(self._copies))
+        copied = [(copy, parameter) for parameter, copy in self._copies.items() if copy.dtype != parameter.dtype]
+        if copied:
+            copies: tuple[Tensor, ...]
+            copies, parameters = zip(*copied, strict=True)
+            # The graph of an earlier forward pass may still need the copies; the values are the same then.
+            with torch.autograd._unsafe_preserve_version_counter(copies):
+                torch._foreach_copy_(copies, parameters)
         for parameter, copy in self._copies.items():
             copy.requires_grad_(parameter.requires_grad)
             # Of a backward pass that raised.
@@ -199,6 +321,15 @@ class _Copies:
         for held, name, parameter, copy in self._places:
             if held.get(name) is copy:
                 held[name] = parameter
+
+
+def _raise_not_reduced(parameter: Tensor) -> None:
+    """Hook of a parameter whose copy or alias should have got the gradient."""
+    raise ParallelError(
+        "a parameter got a gradient outside of the model's forward pass, which is not summed over the ranks",
+        found=f"one of shape {tuple(parameter.shape)}, as where a loop of its own calls a layer, such as the head",
+        hint="compute the loss in the model's forward, or set data_parallel_mode to fsdp2",
+    )
 
 
 def _is_cast(parameter: nn.Parameter, dtype: torch.dtype) -> bool:

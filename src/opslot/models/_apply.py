@@ -9,6 +9,7 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._registry import architecture_of
 from opslot.models._subclasses import derived, overridden, with_slots
+from opslot.patchgen.source import architecture_in
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
 from opslot.slots.protocol import ADOPT, copy_upstream_globals, derived_from, set_replaced_forward
@@ -51,7 +52,7 @@ def apply(
     if not moves and not already:
         raise ConfigError(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
-            found="no module of an architecture in whose code slots were found",
+            found="; ".join(["no module of an architecture in whose code slots were found", *_skips(model)]),
             hint=(
                 "see what `opslot discover ARCHITECTURE` finds; a class of your own declares its slots with OpSlot "
                 "(docs/architectures.md)"
@@ -70,12 +71,27 @@ def apply(
     from opslot.models._by_document import give_documents
     from opslot.models._host_inputs import keep_inputs_on_host, reads_host_inputs
     from opslot.models._modalities import keep_documents_from_towers
+    from opslot.models._packed_documents import separate_documents
 
     if reads_host_inputs(model):
         keep_inputs_on_host(model)
     keep_documents_from_towers(model)
     give_documents(model)
+    separate_documents(model)
     return report
+
+
+def _skips(model: Any) -> list[str]:
+    """What keeps Transformers' implementation in the modules of a model without slots, and why."""
+    from opslot.models.discovery.engine import discover
+
+    found: dict[str, None] = {}
+    for cls in dict.fromkeys(type(module) for module in model.modules()):
+        arch = architecture_in(cls.__module__)
+        for skip in discover(arch).skips if arch is not None else ():
+            if skip.symbol.partition(".")[0] == cls.__name__:
+                found[f"{skip.op} of {skip.symbol}: it {skip.reason}"] = None
+    return list(found)
 
 
 def _give_class(module: Any, old: type, new: type) -> None:
@@ -113,10 +129,12 @@ def restore(model: Any) -> Any:
     from opslot.models._by_document import stop_giving_documents
     from opslot.models._host_inputs import stop_keeping_inputs_on_host
     from opslot.models._modalities import stop_keeping_documents_from_towers
+    from opslot.models._packed_documents import stop_separating_documents
 
     stop_keeping_inputs_on_host(model)
     stop_keeping_documents_from_towers(model)
     stop_giving_documents(model)
+    stop_separating_documents(model)
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None

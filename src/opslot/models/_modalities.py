@@ -181,7 +181,7 @@ def keep_documents_from_towers(model: nn.Module) -> None:
     for child in holder.children():
         known = hook in child._forward_pre_hooks.values()
         if not known and _takes_documents(child) and all(module is not decoder for module in child.modules()):
-            child.register_forward_pre_hook(hook, with_kwargs=True)
+            child.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
 def _takes_documents(module: nn.Module) -> bool:

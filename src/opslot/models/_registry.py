@@ -20,7 +20,7 @@ from opslot.models.discovery.finder import add_patch
 from opslot.models.discovery.supported import supported_architectures
 from opslot.patchgen import PatchConfig, materialize
 from opslot.patchgen.materialization import NoPatchError
-from opslot.patchgen.source import modeling_module
+from opslot.patchgen.source import architecture_in, modeling_module
 from opslot.slots.protocol import SubModel, lost_slots, sub_model
 
 logger = get_logger(__name__)
@@ -156,14 +156,19 @@ def _load_entry_points() -> None:
     load_entry_points(ENTRY_POINT_GROUP)
 
 
-_UPSTREAM = re.compile(r"transformers\.models\.(\w+)\.modeling_\1")
 _GENERATED = re.compile(r"opslot\.generated\.(\w+)")
 
 
 def architecture_of(cls: type, generated: bool) -> Architecture | None:
     """The architecture of a generated class, or of a Transformers class that has a generated counterpart."""
-    found = (_GENERATED if generated else _UPSTREAM).fullmatch(cls.__module__)
-    return find_architecture(found.group(1)) if found else None
+    name = _generated_name(cls.__module__) if generated else architecture_in(cls.__module__)
+    return find_architecture(name) if name else None
+
+
+def _generated_name(module: str) -> str | None:
+    """The architecture of a generated module; None for others."""
+    found = _GENERATED.fullmatch(module)
+    return found.group(1) if found else None
 
 
 def converters_of(model: Any) -> list[Any] | None:
@@ -178,7 +183,7 @@ def converters_of(model: Any) -> list[Any] | None:
     _load_entry_points()
     # The model_type of a sub-model with its own config is not its architecture's, as llama4_text.
     modules = [cls.__module__ for cls in type(model).__mro__]
-    folders = [found.group(1) for name in modules if (found := _GENERATED.fullmatch(name) or _UPSTREAM.fullmatch(name))]
+    folders = [found for name in modules if (found := _generated_name(name) or architecture_in(name))]
     names = (*folders[:1], model.config.model_type)
     architecture = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     return architecture.converters(model) if architecture and architecture.converters else None
@@ -223,8 +228,7 @@ def _folder_of_models(model_type: str) -> str:
     if any(Path(place, f"modeling_{folder}.py").is_file() for place in places or ()):
         return folder
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
-    found = _UPSTREAM.fullmatch(getattr(cls, "__module__", ""))
-    return found.group(1) if found else folder
+    return architecture_in(getattr(cls, "__module__", "")) or folder
 
 
 def register_architecture(

@@ -1,4 +1,4 @@
-"""Parallelize a model: Ulysses sequence parallelism, expert parallelism, and FSDP2 around them."""
+"""Parallelize a model: Ulysses sequence parallelism, expert parallelism, and FSDP2 or DDP around them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, shard_model
-from opslot.distributed.fsdp import needs_fsdp
+from opslot.distributed.fsdp import MODE_OPTIONS, needs_fsdp
 from opslot.distributed.mixed_precision import has_copies
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
 from opslot.models._conditional import add_zero_of_skipped_modules, transformers_model
@@ -44,7 +44,7 @@ def parallelize(
     ulysses_overlap: bool = False,
     **options: Any,
 ) -> Any:
-    """Parallelize `model` in place over the device mesh of `state`: Ulysses over sp, experts over ep, FSDP2 over dp.
+    """Parallelize `model` in place over the device mesh of `state`: Ulysses over sp, experts over ep, data over dp.
 
     Gradients are summed over ranks, so a rank's loss is its share of the global loss: call the model with
     `shard_sequence(batch)` and `num_items_in_batch`, a tensor with the number of labels of the step over all ranks.
@@ -60,8 +60,8 @@ def parallelize(
         ulysses_pipeline: chunks that a rank's heads are exchanged in; see `ulysses_attention`.
         ulysses_overlap: start the all-to-all of query, key and value each while the next one is projected; the same
             numbers, bit for bit where sp does not make it repeat key/value heads. Excludes a pipeline.
-        options: of `opslot.distributed.shard_model`: param_dtype, reduce_dtype, activation_checkpointing, compile,
-            load, cpu_offload, reshard_after_forward, prefetch, ...
+        options: of `opslot.distributed.shard_model`: data_parallel_mode (FSDP2, or all parameters on each rank),
+            param_dtype, reduce_dtype, activation_checkpointing, compile, load, cpu_offload, ...
 
     Returns:
         `model`.
@@ -82,7 +82,7 @@ def parallelize(
         )
     state = state or get_parallel_state()
     plan = plan or parallel_plan(model)
-    is_sharded = needs_fsdp(model, state, options.get("param_dtype"), options.get("cpu_offload", False))
+    is_sharded = needs_fsdp(model, state, **{name: options[name] for name in MODE_OPTIONS if name in options})
     head = _separate_head(model) if is_sharded else None
     if (bound := binding_of(model)) is not None:
         root, binding = bound
@@ -103,7 +103,9 @@ def parallelize(
         )
     if state.sp == 1 and state.world_size > 1:
         model.register_forward_pre_hook(_warn_of_local_means, with_kwargs=True)
-    towers = find_towers(model) if state.world_size > 1 else None
+    # Ranks that hold all parameters run different towers, unless ranks of a sequence encode each other's images.
+    has_collectives = state.world_size > 1 and (is_sharded or state.sp > 1)
+    towers = find_towers(model) if has_collectives else None
     model = shard_model(
         model,
         state,

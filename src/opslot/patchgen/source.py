@@ -20,9 +20,26 @@ PACKAGE = "transformers"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
+# Architectures in the folder of another one, or in one of several.
+_FOLDERS = {
+    "blip_text": "blip",
+    "data2vec_audio": "data2vec",
+    "data2vec_text": "data2vec",
+    "data2vec_vision": "data2vec",
+    "donut_swin": "donut",
+    "maskformer_swin": "maskformer",
+}
+
+
 def modeling_module(arch: str) -> str:
-    """The module that defines an architecture, by the name of its folder under `transformers/models`."""
-    return f"{PACKAGE}.models.{arch}.modeling_{arch}"
+    """The module that defines an architecture, by the name of its file: that of its folder, but for a few."""
+    return f"{PACKAGE}.models.{_FOLDERS.get(arch, arch)}.modeling_{arch}"
+
+
+def architecture_in(module: str) -> str | None:
+    """The architecture that a module of Transformers defines; None for other modules."""
+    arch = module.rpartition(".modeling_")[2]
+    return arch if module == modeling_module(arch) else None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens only to FlashAttention.
 - `_opslot_masks_of`: the implementation of attention whose masks the class reads, whichever is selected.
 - `_opslot_computes_attention`: whether an attention class computes it itself, without Transformers' interface.
-- `_opslot_reads_padding`: whether the class reads hidden states at padding, such as those of the last position.
+- `_opslot_reads_padding`: where the class reads hidden states that may be padding's: "first" position, or "all".
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
+- `_opslot_unknown_layers`: why the layers of a model were not searched for that, and may do so too.
 - `_opslot_by_document`: an instance runs once for each document where a module in it keeps whole sequences, or where
   no kernel serves its attention.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
@@ -35,6 +36,7 @@ ATTENTION_PREFIX = "opslot_"
 SLOTS = PREFIX + "slots"
 SKIPPED = PREFIX + "skipped"
 KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
+UNKNOWN_LAYERS = PREFIX + "unknown_layers"
 BY_DOCUMENT = PREFIX + "by_document"
 MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
@@ -42,6 +44,7 @@ CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 MASKS_OF = PREFIX + "masks_of"
 COMPUTES_ATTENTION = PREFIX + "computes_attention"
 READS_PADDING = PREFIX + "reads_padding"
+FIRST_PADDING, ALL_PADDING = "first", "all"
 LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
 ADOPT = PREFIX + "adopt"
@@ -139,7 +142,12 @@ def attention_skip(module: Any) -> str | None:
 
     An implementation that is selected for a model does not reach classes that compute attention themselves.
     """
-    return None if getattr(type(module), COMPUTES_ATTENTION, False) else skip_reason(module, "attention")
+    return None if computes_attention(module) else skip_reason(module, "attention")
+
+
+def computes_attention(module: Any) -> bool:
+    """Whether a module's class computes attention itself, without Transformers' interface."""
+    return getattr(type(module), COMPUTES_ATTENTION, False)
 
 
 def attention_options(module: Any) -> tuple[str, dict[str, str]] | None:
@@ -168,9 +176,10 @@ def masks_of(module: Any) -> str | None:
     return getattr(type(module), MASKS_OF, None)
 
 
-def reads_padding(module: Any) -> bool:
-    """Whether a module's class reads hidden states at padding."""
-    return getattr(type(module), READS_PADDING, False)
+def reads_padding(model: Any) -> str | None:
+    """Where the modules of a model read hidden states that may be padding's: FIRST_PADDING, ALL_PADDING or None."""
+    found = {getattr(type(module), READS_PADDING, None) for module in model.modules()}
+    return next((where for where in (ALL_PADDING, FIRST_PADDING) if where in found), None)
 
 
 def lost_slots(module: Any) -> str:
@@ -218,7 +227,7 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
     for module in model.modules():
         reason = None if id(module) in alone else keeps_itself(module)
         if not by_kernel and not is_own_attention(getattr(module.__dict__.get("config"), "_attn_implementation", "")):
-            reason = reason or getattr(type(module), MASKS_WITHOUT_POSITIONS, None)
+            reason = reason or masks_ignore_positions(module)
         if reason:
             return reason
     return None
@@ -226,7 +235,22 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
 
 def keeps_itself(module: Any) -> str | None:
     """Why tokens may see each other in the code of a module's class."""
+    return mixes_documents(module) or unknown_layers(module)
+
+
+def mixes_documents(module: Any) -> str | None:
+    """Why documents of one sequence see each other in the code of a module's class, whatever its attention is."""
     return getattr(type(module), KEEPS_SEQUENCES, None)
+
+
+def masks_ignore_positions(module: Any) -> str | None:
+    """Why masks of Transformers would let packed documents of a model see each other; None where positions do not."""
+    return getattr(type(module), MASKS_WITHOUT_POSITIONS, None)
+
+
+def unknown_layers(module: Any) -> str | None:
+    """Why it is unknown whether tokens see each other elsewhere than in the attention of a model's layers."""
+    return getattr(type(module), UNKNOWN_LAYERS, None)
 
 
 def modules_by_document(model: Any) -> Iterator[tuple[str, Any]]:

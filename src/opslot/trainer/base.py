@@ -287,7 +287,9 @@ class BaseTrainer(ABC):
         inputs = {}
         for name, value in shard_sequence(batch, self.state).items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                value = value.to(self.device, self.model.dtype, non_blocking=True)
+                value = value.to(self.device, non_blocking=True)
+                # On the device: the processes of the dataloader have cast features, and the host must not wait.
+                value = value.to(self.model.dtype) if value.element_size() > 2 else value
             elif name in _LABELS:
                 value = value.to(self.device, non_blocking=True)
             inputs[name] = value

@@ -181,10 +181,13 @@ class TrainConfig:
             audio and merger; with `lora`, their adapters.
         lr_of: peak learning rate of parts, named as in `freeze`, where it differs from `lr`; for a parameter that
             several match, the last one counts.
+        data_parallel_mode: fsdp2 shards parameters, gradients and optimizer state over the processes; ddp keeps all of
+            them on each process, which is faster for small models. auto is ddp where the parameters take at most 5 % of
+            a GPU's memory and no setting in `fsdp` or `ep_size` needs fsdp2.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
         ep_size: processes that share the experts (expert parallelism).
         checkpoint: checkpoints, exports of the weights, and where to resume.
-        fsdp: sharding of the parameters.
+        fsdp: sharding of the parameters, and the precision of the computation.
         optimizer: the optimizer and its settings.
         logging: what is logged.
     """
@@ -206,6 +209,7 @@ class TrainConfig:
     eval_steps: int | None = None
     freeze: list[str] | None = None
     lr_of: dict[str, float] | None = None
+    data_parallel_mode: Literal["auto", "ddp", "fsdp2"] = "auto"
     sp_size: int = 1
     ep_size: int = 1
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -131,7 +131,6 @@ _FIELDS = {
     "ulysses_parallel_size": "train.sp_size",
     "expert_parallel_size": "train.ep_size",
     "data_parallel_replicate_size": "train.fsdp.dp_replicate",
-    "data_parallel_mode": "train.fsdp",
     "replicas": "train.fsdp.dp_replicate",
     "compute_dtype": _PARAM_DTYPE,
     "enable_mixed_precision": f"{_PARAM_DTYPE}: bfloat16",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from opslot.data.content_forms import ContentForms
+from opslot.data.multimodal import special_tokens_option
 from opslot.data.token_templates import renders_tokens
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def generate_answers(
     *,
     chat: bool | None = None,
     system: str | None = None,
+    as_processor: bool = False,
     device: torch.device | str | None = None,
     sampling: dict[str, Any] | None = None,
 ) -> list[str]:
@@ -28,6 +30,7 @@ def generate_answers(
     Args:
         chat: take each prompt as a user's turn and apply the chat template; default whether the tokenizer has one.
         system: content of a system message before the user's turn.
+        as_processor: add special tokens as a processor does, see `special_tokens_option`.
         sampling: options of `generate`, such as temperature; default the most likely token at each step.
     """
     import torch
@@ -45,8 +48,9 @@ def generate_answers(
         elif as_tokens:
             ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
         else:
-            text = tokenizer.apply_chat_template(in_form(messages), add_generation_prompt=True, tokenize=False)
-            ids = tokenizer(str(text), add_special_tokens=False)["input_ids"]
+            text = str(tokenizer.apply_chat_template(in_form(messages), add_generation_prompt=True, tokenize=False))
+            special = special_tokens_option(tokenizer, text) if as_processor else {"add_special_tokens": False}
+            ids = tokenizer(text, **special)["input_ids"]
         inputs = torch.tensor([ids], device=device)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         output = model.generate(

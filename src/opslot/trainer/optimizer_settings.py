@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from opslot._base.device import best_device
-from opslot._base.launcher import launched_world_size
-from opslot.trainer.config import OptimizerConfig, RunConfig, TrainConfig
+from opslot.trainer.config import OptimizerConfig, RunConfig
+from opslot.trainer.parallel_settings import is_sharded
 
 
 def check_optimizer(config: RunConfig, problems: list[str]) -> None:
@@ -34,11 +34,6 @@ def check_optimizer(config: RunConfig, problems: list[str]) -> None:
             "train.activation_offload copies the inputs of checkpointed layers; set train.activation_checkpointing to "
             "full or selective"
         )
-
-
-def is_sharded(train: TrainConfig) -> bool:
-    """Whether parameters are FSDP's."""
-    return launched_world_size() > 1 or train.fsdp.param_dtype is not None or train.fsdp.cpu_offload
 
 
 def _group_problems(groups: list[dict[str, Any]] | None) -> Iterator[str]:

@@ -14,6 +14,7 @@ from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adap
 from opslot.checkpoint.initialize import initialize_weights
 from opslot.checkpoint.training_state import read_state
 from opslot.distributed import ParallelState, keep_frozen_statistics
+from opslot.distributed.mixed_precision import has_copies
 from opslot.models import load_foundation_weights
 from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.models._parts import freeze, select
@@ -66,6 +67,8 @@ def prepare_model(
             say(line)
     model = _parallelize(model, config, state)
     require_same_kernels(model)
+    if state.world_size > 1 and has_copies(model):
+        say("data parallelism: ddp, so each process holds all parameters")
     return model
 
 
@@ -83,6 +86,7 @@ def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState
         )
     if state.mesh is not None:
         options |= {
+            "data_parallel_mode": train.data_parallel_mode,
             "param_dtype": dtype_of(fsdp.param_dtype),
             "reduce_dtype": dtype_of(fsdp.reduce_dtype),
             "cpu_offload": fsdp.cpu_offload,

@@ -65,6 +65,11 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
     return processor
 
 
+def has_processor(path: str | Path) -> bool:
+    """Whether a checkpoint's folder has files of a processor."""
+    return any((Path(path).expanduser() / name).is_file() for name in _FILES[:2])
+
+
 def multimodal_class(config: PreTrainedConfig) -> str:
     """Name of the Transformers class that a config's checkpoint has: with its encoders, for generation.
 

@@ -29,6 +29,7 @@ from opslot.models import trained_config
 from opslot.models._placeholders import PlaceholderCheck
 from opslot.trainer.config import RunConfig
 from opslot.trainer.processors import load_processor, multimodal_class
+from opslot.trainer.setup import input_dtype
 from opslot.trainer.validate import Inputs, micro_batch_size
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class RunData:
         if isinstance(self.encoder, LabelEncoder):
             return functools.partial(collate_labeled, per_token=bool(self.encoder.per_token))
         if isinstance(self.encoder, MultimodalEncoder):
-            return MultimodalCollator(self.encoder, packing=self.max_tokens is not None)
+            return MultimodalCollator(self.encoder, self.max_tokens is not None, input_dtype(self.config))
         return None
 
     def micro_batches(self) -> Iterator[dict[str, Any]]:

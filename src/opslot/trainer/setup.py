@@ -29,13 +29,14 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 def with_default_precision(config: RunConfig) -> RunConfig:
     """`config` with `train.fsdp.param_dtype` set.
 
-    Where it is not set, parameters in float32 are computed with in bfloat16 on a GPU that supports it, through FSDP,
-    unless a setting needs parameters that are not sharded.
+    Where it is not set, parameters in float32 are computed with in bfloat16 on a GPU that supports it, unless a setting
+    needs parameters that are not sharded.
     """
     fsdp, model = config.train.fsdp, config.model
     if fsdp.param_dtype is not None or model.torch_dtype != "float32" or model.device == "cpu":
         return config
     whole_state = config.train.optimizer.name == "adamw_8bit" and not has_package("torchao")
+    whole_state &= config.train.data_parallel_mode != "ddp"
     if config.lora.init in FROM_WEIGHTS or whole_state:
         return config
     capability = best_device().capability
@@ -65,7 +66,7 @@ def start_processes(config: RunConfig) -> ParallelState:
         sp=train.sp_size,
         ep=train.ep_size,
         device_type=None if config.model.device == "auto" else config.model.device,
-        group_of_one=fsdp.param_dtype is not None or fsdp.cpu_offload,
+        group_of_one=fsdp.param_dtype is not None or fsdp.cpu_offload or train.data_parallel_mode == "fsdp2",
     )
 
 
@@ -79,6 +80,16 @@ def require_trainable_dtype(model: PreTrainedModel) -> None:
             hint="set model.torch_dtype: float32 with train.fsdp.param_dtype: float16 or bfloat16, or "
             "model.torch_dtype: bfloat16",
         )
+
+
+def input_dtype(config: RunConfig) -> torch.dtype:
+    """What the model casts floating-point inputs to: the dtype of its weights, then that of the computation.
+
+    Called with a configuration that `with_default_precision` returned.
+    """
+    weights = dtype_of_weights(config)
+    computed = config.train.fsdp.param_dtype if weights == "float32" else None
+    return getattr(torch, computed or weights)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

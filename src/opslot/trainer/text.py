@@ -182,6 +182,7 @@ class TextTrainer(BaseTrainer):
                 prompts,
                 max_new_tokens,
                 chat=self.config.task in CHAT_TASKS,
+                as_processor=self.processor is not self.tokenizer,
                 device=self.device,
             )
 

@@ -16,9 +16,10 @@ from opslot.checkpoint.adapters import FROM_WEIGHTS
 from opslot.data.config import DataConfig
 from opslot.data.sources import find_files
 from opslot.trainer.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
-from opslot.trainer.optimizer_settings import check_optimizer, is_sharded
+from opslot.trainer.optimizer_settings import check_optimizer
 from opslot.trainer.output_folder import check_output
 from opslot.trainer.output_lock import OutputLock
+from opslot.trainer.parallel_settings import check_data_parallel_mode, is_sharded
 
 # NumPy seeds have 32 bits, and each rank adds its number.
 _SEEDS = 2**31
@@ -67,6 +68,7 @@ def validate(config: RunConfig) -> Inputs:
     problems: list[str] = []
     inputs = _check_inputs(config, problems)
     _check_processes(config, problems)
+    check_data_parallel_mode(config.train, problems)
     checkpoint = check_output(config.train, problems)
     for package in ("wandb", "trackio"):
         if getattr(config.train.logging, package) and not has_package(package):
@@ -359,7 +361,7 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
             for name in names or ()
             if not _is_regex(name)
         ]
-    problems += _unsupported_adapters(lora, is_sharded(config.train))
+    problems += _unsupported_adapters(lora, launched_world_size() > 1 or is_sharded(config.train))
     if lora.experts and lora.dropout:
         problems.append("lora.experts adds to the weights, which have no dropout; set lora.dropout: 0")
     if not lora.target_modules:

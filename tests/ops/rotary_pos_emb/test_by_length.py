@@ -1,13 +1,17 @@
 """Rotary embeddings whose frequencies depend on lengths: documents have those of their own lengths."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import opslot
 from opslot.ops.rotary_pos_emb.by_length import last_positions, per_document
 from opslot.verify import check_architecture
+from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
@@ -69,3 +73,28 @@ def test_last_positions():
         [2, 2, 2, 0, 1, 1],
         [8, 8, 8, 8, 0, 0],
     ]
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("fill", [0, 1])
+def test_padded_rows_have_the_frequencies_of_the_longest_one(rope, fill):
+    """A row of 13 tokens beside one of 6 after padding, as `generate` gives their positions."""
+    config, x = config_of("llama", rope), torch.zeros(2, 1, 32)
+    positions = torch.stack([torch.arange(13), torch.cat([torch.full((7,), fill), torch.arange(6)])])
+    found = per_document(LlamaRotaryEmbedding.forward)(LlamaRotaryEmbedding(config), x, positions)
+    assert all(map(torch.equal, found, LlamaRotaryEmbedding(config)(x, positions)))
+
+
+@pytest.mark.parametrize(("arch", "rope"), [("phi3", LONGROPE), ("llama", DYNAMIC)])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_padded_batches_generate_as_in_transformers(arch, rope, use_cache):
+    original = random_model(config_of(arch, rope)).eval()
+    model = copy.deepcopy(original)
+    opslot.apply(model, "eager")
+    original.set_attn_implementation("eager")
+    ids, mask = torch.randint(3, 48, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :7] = 0
+    options = {"do_sample": False, "max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+    options |= {"use_cache": use_cache, "pad_token_id": 0, "eos_token_id": None}
+    ours, theirs = (m.generate(ids, attention_mask=mask, **options).logits for m in (model, original))
+    assert torch.equal(torch.stack(ours), torch.stack(theirs))

@@ -5,7 +5,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-SIZES = {"fsdp": {}, "sp": {"sp_size": 2, "fsdp": {"ulysses_overlap": True}}, "ep": {"ep_size": 2}}
+SIZES = {
+    "fsdp": {},
+    "sp": {"sp_size": 2, "fsdp": {"ulysses_overlap": True}},
+    "ep": {"ep_size": 2},
+    "ddp": {"data_parallel_mode": "ddp"},
+}
 
 
 DENSE = {

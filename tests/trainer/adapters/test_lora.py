@@ -185,11 +185,12 @@ def test_resume_of_an_optimizer_on_other_ranks(ranks, write, settings, tmp_path,
     straight = run("straight", None)
     assert run("fsdp", "fsdp") == pytest.approx(straight, rel=1e-4)
     assert run("ep", "ep", max_steps=2) == pytest.approx(straight[:2], rel=1e-4)
+    assert run("ddp", "ddp") == pytest.approx(straight, rel=1e-4)
     assert run("ep", None, **{"checkpoint.resume_from": "latest"}) == pytest.approx(straight, rel=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", [None, "fsdp"])
+@pytest.mark.parametrize("axis", [None, "fsdp", "ddp"])
 def test_8_bit_adamw_resumes_exactly(ranks, write, tmp_path, axis):
     """torchao compiles its step."""
     pytest.importorskip("torchao")

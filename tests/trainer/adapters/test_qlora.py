@@ -139,7 +139,16 @@ def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
 
 
 @pytest.mark.quick("dense-sizes0", "experts-sizes2")
-@pytest.mark.parametrize(("kind", "sizes"), [("dense", {}), ("experts", {}), ("experts", {"ep_size": 2})])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("dense", {}),
+        ("experts", {}),
+        ("experts", {"ep_size": 2}),
+        ("dense", {"data_parallel_mode": "ddp"}),
+        ("experts", {"data_parallel_mode": "ddp"}),
+    ],
+)
 def test_qlora_on_two_processes_equals_one(ranks, write, request, tmp_path, kind, sizes):
     pytest.importorskip("bitsandbytes")
     if kind == "dense":

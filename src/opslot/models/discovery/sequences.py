@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, ModuleView, names_in
 from opslot.patchgen.source import nodes_below
-from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS
+from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, UNKNOWN_LAYERS
 
 # Transformers' masks of tokens that see earlier tokens of their document.
 _MASKS = {
@@ -96,9 +96,9 @@ class WholeSequences:
         layers = decoder_layers(module)
         for name in module.classes:
             if name.endswith("ForConditionalGeneration"):
-                yield ClassFact(name, KEEPS_SEQUENCES, "its language model is not separate from its encoder")
+                yield ClassFact(name, UNKNOWN_LAYERS, "its language model is not separate from its encoder")
             elif not layers and name in module.models:
-                yield ClassFact(name, KEEPS_SEQUENCES, "it has no decoder layers")
+                yield ClassFact(name, UNKNOWN_LAYERS, "it has no decoder layers")
             elif name in module.models and (reason := masks_without_positions(module)):
                 # Without the interface no kernel is bound that would separate documents.
                 bound = any("ALL_ATTENTION_FUNCTIONS" in module.text(cls) for cls in module.classes)
@@ -113,6 +113,8 @@ class WholeSequences:
                 name, KEEPS_SEQUENCES, f"{name} counts the positions of each row, and takes no position_ids"
             )
         for name, forward in module.methods():
+            if name.endswith("Embeddings") and _pads_shifted(module, forward):
+                yield ClassFact(name, KEEPS_SEQUENCES, f"{name} concatenates the embeddings of neighboring tokens")
             if name not in parts and not _ENCODERS.search(name) and _attends_to_others(module, forward):
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} attends to other states than its own")
 
@@ -189,6 +191,14 @@ def _counting_rows(module: ModuleView) -> Iterator[str]:
         )
         if embeds and "embed_positions" in module.text(forward):
             yield name
+
+
+def _pads_shifted(module: ModuleView, forward: str) -> bool:
+    """Whether a method pads a range of tokens, so that they are shifted (MobileBERT)."""
+    definition = module.upstream.find(forward)
+    calls = (node for node in nodes_below(definition) if isinstance(node, ast.Call)) if definition is not None else ()
+    padded = (call.args[0] for call in calls if ast.unparse(call.func).endswith("functional.pad") and call.args)
+    return any(isinstance(x, ast.Subscript) and ast.unparse(x.slice) == "(:, 1:)" for x in padded)
 
 
 def _attends_to_others(module: ModuleView, forward: str) -> bool:

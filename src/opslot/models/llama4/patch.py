@@ -9,17 +9,17 @@ _ATTENTION = "Llama4TextAttention"
 
 patch = PatchConfig("transformers.models.llama4.modeling_llama4")
 # Rows with a mask of padding are one document each. There Transformers counts padding too, also where position_ids
-# do not, as those of `generate` with padding on the left. In training position_ids are counted: with sequence
-# parallelism only they say where a rank's tokens are.
+# do not, as those of `generate` with padding on the left. With sequence parallelism only position_ids say where a
+# rank's tokens are.
 patch.insert_after(
     "Llama4TextModel.forward",
     "self.rotary_emb($*arguments)",
     """
-    generates = past_key_values is not None and not self.training
-    if generates and attention_mask is not None and kwargs.get("cu_seq_lens_q") is None:
+    if attention_mask is not None and kwargs.get("cu_seq_lens_q") is None and get_parallel_state().sp == 1:
         position_ids = None
     """,
 )
+patch.add_import("opslot.distributed", ["get_parallel_state"])
 patch.replace(
     "Llama4TextDecoderLayer.forward",
     "self.self_attn($*arguments)",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
-from opslot.slots.protocol import ATTENTION_OPTIONS, KEEPS_SEQUENCES, READS_PADDING
+from opslot.slots.protocol import ALL_PADDING, ATTENTION_OPTIONS, KEEPS_SEQUENCES, READS_PADDING
 
 OP, VARIANT = "attention", "compressed"
 _CALLS = "opslot.ops.attention.calls"
@@ -80,7 +80,7 @@ class _Write:
         options = {"sliding_window": "sliding_window", "s_aux": "sinks", "dropout": "attention_dropout"}
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (VARIANT, options))
         # Padding is compressed too, so the hidden states there reach other tokens.
-        patch.set_attribute(self.name, READS_PADDING, True)
+        patch.set_attribute(self.name, READS_PADDING, ALL_PADDING)
         # Also layers without a compressor run once for each document: masks may not separate documents, as with the
         # cache that the model always makes in Transformers 5.9.
         patch.set_attribute(self.name, KEEPS_SEQUENCES, f"{self.name} has layers that compress keys of the sequence")

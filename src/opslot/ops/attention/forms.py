@@ -17,9 +17,11 @@ from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.source import nodes_below
 from opslot.slots.protocol import (
+    ALL_PADDING,
     ATTENTION_OPTIONS,
     COMPUTES_ATTENTION,
     CU_SEQLENS_FOR_FLASH,
+    FIRST_PADDING,
     MASKS_OF,
     READS_PADDING,
 )
@@ -91,7 +93,7 @@ _SPARSE = {"indices", "block_indices"}
 # Of attention that a class computes itself: products of queries and keys, functions that compute all of it, and one way
 # to read a mask.
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
-_FUSED = {"scaled_dot_product_attention", "_flash_attention_forward"}
+_FUSED = {"scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward"}
 _READS_BOOLS = "attention_mask.logical_not()"
 
 
@@ -184,19 +186,26 @@ class CuSeqlensForFlash:
                 yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
 
 
+# Hidden states of the first position, of the last one and of all.
+_FIRST = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)\[:, 0(?:, :)?\]")
+_LAST_OR_ALL = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)(?:\[:, -1(?:, :)?\]|\.mean\((?:dim=)?1\))")
+
+
 @dataclass(frozen=True)
 class ReadsPadding:
-    """Encoders whose output is the last position's, which may be padding and attends to the tokens before it, and
+    """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens, and
     question answering, whose loss compares all positions with that of the answer."""
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        for name, forward in module.methods():
+        for name, forward in module.methods() if module.called_by_methods("create_bidirectional_mask") else ():
             text = module.text(forward)
-            if "create_bidirectional_mask(" in text and re.search(r"= last_hidden_state\[:, -1, :\]", text):
-                yield ClassFact(name, READS_PADDING, True)
+            if _LAST_OR_ALL.search(text):
+                yield ClassFact(name, READS_PADDING, ALL_PADDING)
+            elif _FIRST.search(text):
+                yield ClassFact(name, READS_PADDING, FIRST_PADDING)
         for name in module.classes:
             if "ForQuestionAnswering" in name:
-                yield ClassFact(name, READS_PADDING, True)
+                yield ClassFact(name, READS_PADDING, ALL_PADDING)
 
 
 @dataclass(frozen=True)
@@ -240,7 +249,8 @@ def _computes_attention(module: ModuleView, name: str) -> bool:
     nodes = nodes_below(module.classes[name])
     called = [ast.unparse(node.func).rpartition(".")[2].lower() for node in nodes if isinstance(node, ast.Call)]
     operators = sum(isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult) for node in nodes)
-    products = operators + sum(function in _PRODUCTS for function in called)
+    # Also modules that wrap them, such as self.matmul_qk.
+    products = operators + sum(function in _PRODUCTS or function.startswith("matmul_") for function in called)
     return not _FUSED.isdisjoint(called) or ("softmax" in called and products > 1)
 
 

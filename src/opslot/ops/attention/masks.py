@@ -20,6 +20,7 @@ from transformers import masking_utils
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.arguments import in_autocast_dtype
+from opslot.slots.protocol import FIRST_PADDING
 
 _MODULE = masking_utils.__name__
 
@@ -288,12 +289,15 @@ def _shown(mask_function: Any) -> str:
     return getattr(mask_function, "__qualname__", str(mask_function)).partition(".")[0]
 
 
+_LEFT_PADDED = "a compiled model reads the first position, which is padding; pad rows on the right"
+
+
 def mask_function(
     own: Callable[..., Any],
     name: str,
     *,
     falls_back: bool = False,
-    at_padding: bool = False,
+    at_padding: str | None = None,
     any_layout: bool = False,
 ) -> Callable[..., Any]:
     """A mask function that returns None or a `Layout` where it can, else what `own` returns.
@@ -304,7 +308,8 @@ def mask_function(
         own: the kernel's mask function.
         name: the kernel's, for errors.
         falls_back: for a mask that the kernel can't apply, return a dense one.
-        at_padding: queries that are padding attend to the keys that are not, instead of to the padding.
+        at_padding: queries that are padding attend to the keys that are not, instead of to the padding: ALL_PADDING,
+            or FIRST_PADDING where only rows that start with padding need it.
         any_layout: also where a model asks for a tensor, since opslot passes its reader what it needs.
     """
     any_mask = applies_any(own)
@@ -355,7 +360,13 @@ def mask_function(
             if any_mask:
                 return own(**given)
             return dense_or_raise(given)
-        if at_padding and attention_mask is not None and (compiling or _needs_padding(pattern, attention_mask)):
+        read = at_padding is not None and attention_mask is not None
+        if attention_mask is not None and at_padding == FIRST_PADDING and not (compiling and any_mask):
+            tokens_first = attention_mask[:, 0].all()
+            if compiling:
+                torch._assert_async(tokens_first, f"attn_implementation={name!r}: {_LEFT_PADDED}")
+            read = not (compiling or bool(tokens_first))
+        if attention_mask is not None and read and (compiling or _needs_padding(pattern, attention_mask)):
             return own(**given) if any_mask else dense_or_raise(given)
         if compiling:
             return _chunked(given) or own(**given)
@@ -364,7 +375,7 @@ def mask_function(
             skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
             if whole and (skips or any_layout or pattern.documents is not None):
                 layout = _layout(pattern, attention_mask)
-                if at_padding and isinstance(layout, Layout) and layout.keys is not None:
+                if read and isinstance(layout, Layout) and layout.keys is not None:
                     layout = layout._replace(cu_seqlens=None, longest=None)
                 if not isinstance(layout, str):
                     return layout and layout._replace(length=kv_length)

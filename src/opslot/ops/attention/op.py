@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ from opslot.slots.protocol import (
     attention_skip,
     cu_seqlens_for_flash,
     is_own_attention,
+    keeps_itself,
+    masks_ignore_positions,
     masks_of,
     modules_by_document,
     reads_padding,
@@ -106,21 +109,45 @@ def _skipped(model: Any) -> str | None:
     return next((f"{name} {why}" for name, why in skips if why), None)
 
 
-def _reject_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a model that keeps Transformers' attention: raise for packed documents that it would mix.
 
     FlashAttention reads their boundaries; masks of other implementations are made of positions that restart.
+
+    Args:
+        by_position: whether masks separate documents by their positions.
     """
     implementation = str(model.config._attn_implementation)
-    if kwargs.get("cu_seq_lens_q") is None or kwargs.get("position_ids") is not None or "flash" in implementation:
+    if kwargs.get("cu_seq_lens_q") is None or "flash" in implementation:
         return
-    if any(True for _ in modules_by_document(model)):
+    mask = kwargs.get("attention_mask")
+    # Of rows that are padded: Transformers does not look at positions.
+    padding = isinstance(mask, Tensor) and mask.dim() == 2
+    if by_position and kwargs.get("position_ids") is not None and not padding:
         return
+    why = _skipped(model)
+    ignores = f"Transformers' {implementation} ignores cu_seq_lens_q"
+    if by_position and padding:
+        ignores += ", and position_ids where it gets an attention_mask"
     raise KernelError(
         f"{type(model).__name__} cannot keep packed documents (cu_seq_lens_q) apart",
-        found=f"{_skipped(model)}, and Transformers' {implementation} ignores cu_seq_lens_q",
-        hint="pass each document in a row of its own, padded, with an attention_mask",
+        found=f"{why}, and {ignores}" if why else ignores,
+        hint=(
+            ("leave out attention_mask, or " if by_position and padding else "")
+            + ("" if why else "bind a kernel of attention, e.g. attn_implementation: sdpa, or ")
+            + "pass each document in a row of its own, padded, with an attention_mask"
+        ),
     )
+
+
+def _reject_mixed_documents(model: Any) -> Any:
+    """Register `_reject_documents` on a model that keeps Transformers' attention; returns its hook, or None."""
+    if any(True for _ in modules_by_document(model)):
+        return None
+    variants = {found[0] for module in _modules_of(model) if (found := attention_options(module)) is not None}
+    # Masks that hide later tokens are made of positions too; others are of padding alone.
+    by_position = "bidirectional" not in variants and not keeps_itself(model) and not masks_ignore_positions(model)
+    return model.register_forward_pre_hook(partial(_reject_documents, by_position), with_kwargs=True)
 
 
 class _Attached(NamedTuple):
@@ -147,9 +174,7 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
         # Transformers' code: "eager" if named, else what the model has.
         needed = next(filter(None, map(masks_of, _modules_of(model))), None)
         state = _set(model, needed or ("eager" if slot.resolution.explicit else previous))
-        if _skipped(model) is None:
-            return state
-        return state._replace(hook=model.register_forward_pre_hook(_reject_documents, with_kwargs=True))
+        return state._replace(hook=_reject_mixed_documents(model))
     mask_function: Any = getattr(kernel, "mask_function", None)
     if mask_function is None:
         raise KernelError(
@@ -160,7 +185,7 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     chosen = slot.resolution.chosen
     falls_back = not slot.resolution.explicit and not masks.applies_any(mask_function)
     falls_back = getattr(mask_function, "falls_back", falls_back)
-    at_padding = not slot.wrappers and any(map(reads_padding, _modules_of(model)))
+    at_padding = None if slot.wrappers else reads_padding(model)
     if not slot.wrappers:
         # An indexer reads documents and padding of its mask as those of a kernel.
         indexed = slot.resolution.variant == "indexed"
@@ -174,7 +199,7 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
         # Of the same name for other variants, but another function.
         shown += "_compressed"
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
-    suffixes = [*(["or_dense"] if falls_back else []), *(["at_padding"] if at_padding else [])]
+    suffixes = [*(["or_dense"] if falls_back else []), *([f"at_{at_padding}_padding"] if at_padding else [])]
     name = ATTENTION_PREFIX + "_".join([shown, *suffixes, *wrappers])
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, mask_function)

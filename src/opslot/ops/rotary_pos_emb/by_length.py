@@ -15,9 +15,11 @@ from torch import Tensor
 
 
 def per_document(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a rotary embedding with the frequencies of each document's length.
+    """The forward of a rotary embedding with the frequencies of each packed document's length.
 
-    Documents are positions [B, S] that rise by one. Rotary embeddings of other types run as they are.
+    Documents are positions [B, S] that rise by one. Rows of one document each, which may be padded, get the frequencies
+    of the longest one, as in Transformers: the next tokens of `generate` do too. Rotary embeddings of other types run
+    as they are.
     """
 
     @functools.wraps(forward)
@@ -30,6 +32,7 @@ def per_document(forward: Callable[..., Any]) -> Callable[..., Any]:
         parameters = _of_layers(self.config.rope_parameters, *args, **kwargs)
         limit = parameters["original_max_position_embeddings"] if is_longrope else self.original_max_seq_len
         last = last_positions(position_ids)
+        last = torch.where(_are_packed(position_ids), last, last.max())
         is_short = last < limit
 
         def of(tokens: Tensor) -> Any:
@@ -46,6 +49,12 @@ def per_document(forward: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return rotary
+
+
+def _are_packed(position_ids: Tensor) -> Tensor:
+    """Whether a row of positions [B, S] has more documents than one; padding has no two positions that rise by one."""
+    rises = torch.nn.functional.pad(position_ids.diff(dim=1) == 1, (1, 0))
+    return ((rises[:, 1:] & ~rises[:, :-1]).sum(1) > 1).any()
 
 
 def last_positions(position_ids: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+"""Hooks on models that get packed documents as `cu_seq_lens_q`: positions that restart, or an error where documents
+would see each other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from opslot._base.errors import KernelError
+from opslot.models._by_document import remove_forward_pre_hooks
+from opslot.models._modalities import decoder_of
+from opslot.ops._common.documents import positions_in_documents
+from opslot.slots.protocol import (
+    attention_options,
+    computes_attention,
+    mixes_documents,
+    modules_by_document,
+    unknown_layers,
+)
+
+
+def separate_documents(model: nn.Module) -> None:
+    """Let models that would mix packed documents raise for `cu_seq_lens_q`, and others give them positions.
+
+    Models that get no position_ids would count them through a whole row, and masks of Transformers are made of them.
+    """
+    decoder = decoder_of(model)
+    for part in _models(model):
+        # With towers, what reads documents is the language model.
+        inside = decoder if decoder is not None and any(module is decoder for module in part.modules()) else part
+        known = part._forward_pre_hooks.values()
+        problem = _problem(inside)
+        if problem is not None and not any(isinstance(hook, _Reject) for hook in known):
+            part.register_forward_pre_hook(_Reject(problem), with_kwargs=True)
+        elif problem is None and _counts_positions(part, inside) and _add_positions not in known:
+            part.register_forward_pre_hook(_add_positions, with_kwargs=True, prepend=True)
+
+
+def stop_separating_documents(model: nn.Module) -> None:
+    """Undo `separate_documents`."""
+    remove_forward_pre_hooks(model, _add_positions)
+    for module in model.modules():
+        for hook in [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Reject)]:
+            remove_forward_pre_hooks(module, hook)
+
+
+def _models(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if hasattr(module, "base_model_prefix"))
+
+
+def _problem(part: nn.Module) -> str | None:
+    """Why no kernel of attention separates the documents of a model; None where one can."""
+    alone = {id(module) for _, outer in modules_by_document(part) for module in outer.modules()}
+    modules = [module for module in part.modules() if id(module) not in alone]
+    unknown = next(filter(None, map(unknown_layers, modules)), None)
+    found = next(filter(None, map(mixes_documents, modules)), None)
+    if found is not None or unknown is None:
+        return found
+    if getattr(getattr(part, "config", None), "is_encoder_decoder", False):
+        return unknown
+    own = next((type(module).__name__ for module in modules if computes_attention(module)), None)
+    return f"{own} computes attention itself, without Transformers' interface" if own else None
+
+
+@dataclass(frozen=True)
+class _Reject:
+    """Forward pre-hook of a model that cannot keep documents apart, and why."""
+
+    problem: str
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise KernelError(
+                f"{type(model).__name__} cannot keep packed documents (cu_seq_lens_q) apart",
+                found=self.problem,
+                hint="pass each document in a row of its own, padded, with an attention_mask",
+            )
+
+
+def _counts_positions(part: Any, decoder: Any) -> bool:
+    """Whether a decoder, or a model around it, counts positions through a row, in one axis, if it gets none."""
+    variants = {found[0] for module in decoder.modules() if (found := attention_options(module)) is not None}
+    several_axes = "mrope_section" in (getattr(getattr(decoder, "config", None), "rope_parameters", None) or {})
+    judged = not any(map(unknown_layers, decoder.modules()))
+    return "position_ids" in _parameters(part) and "bidirectional" not in variants and judged and not several_axes
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    return list(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: position_ids [B, S] of the documents of `cu_seq_lens_q`, where there are none."""
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None:
+        return None
+    given = {**dict(zip(_parameters(model), args, strict=False)), **kwargs}
+    if any(given.get(name) is not None for name in ("position_ids", "attention_mask", "past_key_values")):
+        return None
+    states = next((x for name in ("input_ids", "inputs_embeds") if (x := given.get(name)) is not None), None)
+    if states is None or "position_ids" in _parameters(model)[: len(args)]:
+        return None
+    return args, {**kwargs, "position_ids": positions_in_documents(cu_seqlens, states)}

@@ -1,0 +1,131 @@
+"""Models called with `cu_seq_lens_q`: they keep documents apart, or raise."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+import opslot
+from opslot._base.errors import KernelError
+from opslot.verify.random_model import random_model
+from opslot.verify.tiny import tiny_config
+
+LENGTHS = (7, 9)
+
+
+def packed(model, **more):
+    """Token ids of two documents in one row, with their boundaries."""
+    config = model.config.get_text_config()
+    ids = torch.randint(5, min(config.vocab_size, 64), (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
+    longest = {"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+    return {"input_ids": ids, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, **longest, **more}
+
+
+def positions():
+    return torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+
+def with_kernels(arch, ops="eager"):
+    """A tiny model whose differences between tokens are not small."""
+    model = random_model(tiny_config(arch)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) / 5)
+    opslot.apply(model, ops)
+    return model
+
+
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "opt", "gemma2", "gpt_oss", "bloom"])
+def test_boundaries_alone_separate_documents(arch, ops):
+    model = with_kernels(arch, ops)
+    batch = packed(model)
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        found = model(**batch).logits
+        alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
+    torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", [{}, {"position_ids": positions()}])
+@pytest.mark.parametrize(
+    ("arch", "ops", "why"),
+    [
+        ("rwkv", "auto", "RwkvSelfAttention has a ZeroPad2d"),
+        ("openai-gpt", "auto", "Attention computes attention itself"),
+        ("roformer", "auto", "RoFormerSelfAttention computes attention itself"),
+        ("bert", "eager", "Transformers' eager ignores cu_seq_lens_q"),
+        ("eurobert", "eager", "Transformers' eager ignores cu_seq_lens_q"),
+    ],
+)
+def test_models_that_mix_documents_raise(arch, ops, why, given):
+    model = with_kernels(arch, ops)
+    with pytest.raises(KernelError, match=rf"(?s)cannot keep packed documents \(cu_seq_lens_q\) apart.*{why}"):
+        model(**packed(model, **given))
+    model(input_ids=packed(model)["input_ids"])
+
+
+def test_encoder_decoder_models_raise():
+    model = transformers.BartForConditionalGeneration(tiny_config("bart"))
+    opslot.apply(model)
+    batch = packed(model)
+    with pytest.raises(KernelError, match="BartForConditionalGeneration cannot keep packed documents"):
+        model(**batch, decoder_input_ids=batch["input_ids"])
+
+
+def test_padded_rows_with_boundaries_raise():
+    model = with_kernels("llama")
+    batch = packed(model, position_ids=positions())
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    with pytest.raises(KernelError, match=r"(?s)and position_ids where it gets an attention_mask.*leave out attention"):
+        model(**batch)
+
+
+def test_other_kernels_and_no_slots_remove_the_errors():
+    model = with_kernels("bert")
+    batch = packed(model, position_ids=positions())
+    opslot.bind(model, {"attn_implementation": "sdpa"})
+    model(**batch)
+    opslot.bind(model, "eager")
+    with pytest.raises(KernelError):
+        model(**batch)
+    opslot.restore(model)
+    model(**batch)
+    rwkv = with_kernels("rwkv")
+    opslot.restore(rwkv)
+    rwkv(**packed(rwkv))
+
+
+def _leaks(model, batch):
+    """How far the second document's logits move with the tokens of the first one."""
+    other = {**batch, "input_ids": batch["input_ids"].clone()}
+    other["input_ids"][:, : LENGTHS[0]] = batch["input_ids"][:, : LENGTHS[0]].roll(1, 1)
+    with torch.no_grad():
+        first, second = (model(**x).logits[:, LENGTHS[0] :] for x in (batch, other))
+    return float((first - second).abs().max() / first.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+def test_no_model_of_text_mixes_documents(ops):
+    names = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+    mixed, separated = {}, 0
+    for arch in sorted(names):
+        try:
+            model = with_kernels(arch, ops)
+        except Exception:
+            # Without slots, or with sizes that no tiny config has.
+            continue
+        for more in ({}, {"position_ids": positions()}):
+            try:
+                leak = _leaks(model, packed(model, use_cache=False, **more))
+            except Exception:
+                continue
+            separated += 1
+            if leak > 1e-5:
+                mixed[arch, *more] = leak
+    assert mixed == {}
+    assert separated > 150, separated
