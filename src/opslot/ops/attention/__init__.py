@@ -205,8 +205,8 @@ add_triton_kernel(
     ["indexed"],
     factory="triton:attention",
     supports=_all_of(_head_dim_to_256, _no_dropout),
-    # 128 heads of 192 and 128 in bf16 on an H200, 2048 of 8192 keys: 11.0 ms forward and 50.5 ms with backward, where
-    # SDPA with a mask takes 14.1 and 81.9; at 16384 tokens 41.5 and 195, SDPA 60.1 and 342.
+    # 128 heads of 192 and 128 in bf16 on an H200, 2048 of 8192 keys: 9.5 ms forward and 38.9 ms with backward, where
+    # SDPA with a mask takes 14.2 and 82.3; at 16384 tokens 42.4 and 160, SDPA 59.7 and 341.
     priority={H200: _indexed_priority},
     description="Triton, reads the keys of each query as bits and skips tiles without any",
 )
