@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from opslot.ops.attention import indexed_edits
-from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen import PatchConfig, Slot, indexed_attention
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.source import nodes_below
 from opslot.slots.protocol import (
@@ -154,8 +153,8 @@ class _Write:
     block_masks: tuple[str, ...]
 
     def __call__(self, patch: PatchConfig) -> None:
-        if self.slot.variant == indexed_edits.VARIANT:
-            indexed_edits.write(patch, self.name)
+        if self.slot.variant == indexed_attention.VARIANT:
+            indexed_attention.write(patch, self.name)
         patch.slot_config([self.name], self.slot, depends=[self.eager])
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
         for method in self.block_masks:
@@ -320,8 +319,11 @@ def _eager_function(module: ModuleView, forward: str) -> str:
 
 def _variant(module: ModuleView, name: str) -> str:
     """ "bidirectional" for a class that is never causal; of another one, instances have an attribute for it."""
-    if _is_sparse(module, f"{name}.forward") and indexed_edits.is_indexed(module, name):
-        return indexed_edits.VARIANT
+    # After the forms of all ops are loaded: an import of its package would import torch.
+    from opslot.ops.indexer_scores.forms import selects_keys
+
+    if _is_sparse(module, f"{name}.forward") and indexed_attention.is_indexed(module, name, selects_keys):
+        return indexed_attention.VARIANT
     calls = module.calls(f"{name}.forward", "attention_interface")
     given = [_argument(call, "is_causal") for call in calls]
     if calls and all(_is_false(value) for value in given):
@@ -337,7 +339,7 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     if not calls:
         return "does not call attention_interface(self, query, key, value, attention_mask, ...)"
     given = {keyword.arg for call in calls for keyword in call.keywords}
-    indexed = variant == indexed_edits.VARIANT
+    indexed = variant == indexed_attention.VARIANT
     if indexed:
         given -= _SPARSE
     elif _is_sparse(module, forward):

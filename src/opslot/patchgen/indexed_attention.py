@@ -1,11 +1,11 @@
-"""Attention to the keys that an indexer selects (DeepSeek-V3.2, GLM-5). Does not import torch."""
+"""Attention to the keys that an indexer selects (DeepSeek-V3.2, GLM-5)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from opslot.ops.indexer_scores.forms import selects_keys
-from opslot.patchgen import PatchConfig
+from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.forms import ModuleView
 
 VARIANT = "indexed"
@@ -26,8 +26,12 @@ _INDEXER_MASKS = ("attention_mask[:, 0, :, :]", "attention_mask[:, 0]")
 _CALLS = "opslot.ops.attention.calls"
 
 
-def is_indexed(module: ModuleView, name: str) -> bool:
-    """Whether a class attends to all keys that its indexer selects, or one of an earlier layer, and its mask shows."""
+def is_indexed(module: ModuleView, name: str, selects_keys: Callable[[ModuleView, str], bool]) -> bool:
+    """Whether a class attends to all keys that its indexer selects, or one of an earlier layer, and its mask shows.
+
+    Args:
+        selects_keys: whether the indexer of that name can return the selected keys as bits.
+    """
     forward, constructor = f"{name}.forward", module.text(f"{name}.__init__")
     indexers = re.findall(r"\b(\w*Indexer)\(config, layer_idx\)", constructor)
     if len(indexers) != 1 or not selects_keys(module, indexers[0]):
