@@ -101,7 +101,7 @@ def test_accumulated_gradients(ranks, reentrant):
 
 
 class Parts(nn.Module):
-    """Two parts, of which a forward pass runs those that it is told to; and one that is never run."""
+    """Two parts, of which a forward pass runs those that its arguments name; and one that is never run."""
 
     def __init__(self):
         super().__init__()

@@ -108,13 +108,8 @@ def _triton_priority(request: KernelRequest) -> int:
     return 75 if options.windows or getattr(request.config, "sliding_window", None) is not None else 60
 
 
-def _compressed_priority(request: KernelRequest) -> int | None:
-    """Not measured in float32."""
-    return 80 if request.dtype in HALF_FLOATS else None
-
-
-def _indexed_priority(request: KernelRequest) -> int | None:
-    """Not measured in float32."""
+def _sparse_priority(request: KernelRequest) -> int | None:
+    """Of compressed and selected keys; not measured in float32."""
     return 80 if request.dtype in HALF_FLOATS else None
 
 
@@ -207,7 +202,7 @@ add_triton_kernel(
     supports=_all_of(_head_dim_to_256, _no_dropout),
     # 128 heads of 192 and 128 in bf16 on an H200, 2048 of 8192 keys: 9.5 ms forward and 38.9 ms with backward, where
     # SDPA with a mask takes 14.2 and 82.3; at 16384 tokens 42.4 and 160, SDPA 59.7 and 341.
-    priority={H200: _indexed_priority},
+    priority={H200: _sparse_priority},
     description="Triton, reads the keys of each query as bits and skips tiles without any",
 )
 add_triton_kernel(
@@ -217,7 +212,7 @@ add_triton_kernel(
     supports=_all_of(_head_dim_to_512, _no_dropout),
     # 64 heads of 512 in bf16 on an H200, 4096 tokens, forward and backward (timed apart and added up): a window of 128
     # in 2.4 ms, with 512 of 1024 keys 7.6, with 32 keys 3.2; eager takes 54, 66 and 54.
-    priority={H200: _compressed_priority},
+    priority={H200: _sparse_priority},
     description="Triton, reads the window and the selected keys of each query",
 )
 # Slower than `triton`, so `auto` never selects it.

@@ -18,7 +18,7 @@ _BLOCK = 16384
 
 @triton.jit
 def _ordered(scores_ptr, key, keys):
-    """Integers in the order of the scores of `key`; the lowest where there is no score (-inf), and past the last."""
+    """Integers in the order of the scores of `key`; the lowest for scores of -inf, and past the last key."""
     score = tl.load(scores_ptr + key, mask=key < keys, other=float("-inf"))
     # 0 for -0.
     bits = (score + 0.0).to(tl.int32, bitcast=True)
