@@ -50,7 +50,7 @@ def build(
     # The activations of a video's tower do not fit otherwise.
     checkpointing = "full" if configuration.frames else "none"
     defaults = {
-        "data_parallel_mode": "fsdp2",
+        "data_parallel_mode": configuration.data_parallel_mode,
         "param_dtype": torch.bfloat16,
         "activation_checkpointing": checkpointing,
     }

@@ -29,6 +29,7 @@ MODELS = {
     "gpt_oss": "gpt_oss_20b_width",
     "qwen3_5_moe": "qwen3.5_35b_a3b_width",
     "vl": "qwen3_vl_8b_width",
+    "small": "qwen3_0.6b",
 }
 # Frames of a video and the tokens of its timestamps between them.
 FRAME_SIDE, TIMESTAMP = 1024, 8
@@ -44,6 +45,7 @@ class Configuration:
         sp, ep: sizes of the mesh axes; 0 stands for all processes.
         batch, length: samples, and tokens of a global sequence.
         frames: frames of one video that are the sample, two for each row of its grid; 0 for text.
+        data_parallel_mode: of opslot; other libraries shard parameters.
     """
 
     model: str
@@ -52,14 +54,16 @@ class Configuration:
     batch: int = 2
     length: int = 8192
     frames: int = 0
+    data_parallel_mode: str = "fsdp2"
 
     def sizes(self) -> tuple[int, int]:
         return self.sp or world_size(), self.ep or world_size()
 
     def setup(self) -> str:
-        """How it is parallelized, e.g. "fsdp 4, ep 4"."""
+        """How it is parallelized, e.g. "fsdp 4, ep 4"; "dp 4" where libraries may replicate parameters."""
         sp, ep = self.sizes()
-        axes = {"fsdp": world_size() if sp == 1 else 1, "ep": ep, "sp": sp}
+        data = "fsdp" if self.data_parallel_mode == "fsdp2" else "dp"
+        axes = {data: world_size() if sp == 1 else 1, "ep": ep, "sp": sp}
         parts = [f"{name} {size}" for name, size in axes.items() if size > 1]
         return ", ".join([*parts, "video, checkpointing full"] if self.frames else parts)
 
@@ -74,6 +78,7 @@ CONFIGURATIONS = {
     "gpt_oss-ep-sp": Configuration("gpt_oss", sp=0, ep=0, batch=1, length=32768),
     "qwen3_5_moe-ep": Configuration("qwen3_5_moe", ep=0),
     "qwen3_5_moe-ep-sp": Configuration("qwen3_5_moe", sp=0, ep=0, batch=1, length=32768),
+    "small-dp": Configuration("small", batch=4, length=2048, data_parallel_mode="auto"),
     "vl-video-sp": Configuration("vl", sp=0, batch=1, length=64 * (1024 + TIMESTAMP), frames=128),
 }
 
