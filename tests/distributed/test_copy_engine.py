@@ -6,6 +6,7 @@ Memory-mapped files replace the memory of peer GPUs; `test_multigpu.py` runs the
 import contextlib
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -114,6 +115,43 @@ def test_single_pass_gradients_are_sent_in_param_dtype(ranks, accumulated):
         own = torch.bfloat16 if accumulated == 1 else torch.float32
         assert sent == [own, own, torch.float32, torch.float32]
         assert found == expected
+
+
+def in_one_rank(in_place):
+    """Gradients summed over two passes, and addresses of what the reductions allocated."""
+    state = init_parallel_state(device_type="cpu", group_of_one=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    options = {"param_dtype": torch.bfloat16, "data_parallel_mode": "fsdp2"}
+    with contextlib.nullcontext() if in_place else mock.patch.object(copy_engine, "InPlaceReduction", Copying):
+        shard_model(model, state, layers=["Linear"], **options)
+    allocated = []
+    allocate = copy_engine.InPlaceReduction.allocate
+
+    def recording(self, *args, **kwargs):
+        allocated.append(allocate(self, *args, **kwargs))
+        return allocated[-1]
+
+    with mock.patch.object(copy_engine.InPlaceReduction, "allocate", recording):
+        for i in range(2):
+            with gradient_sync(model, i == 1):
+                model(torch.randn(5, 8)).square().sum().backward()
+    return [p.grad.full_tensor().tolist() for p in model.parameters()], [x.data_ptr() for x in allocated]
+
+
+class Copying(copy_engine.InPlaceReduction):
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+def test_one_rank_reduces_in_place(ranks):
+    (expected, none), (found, allocated) = (ranks.run(in_one_rank, value, world=1)[0] for value in (False, True))
+    assert found == expected
+    assert not none
+    # For each of two layers, the input of the reduction and its output.
+    assert len(allocated) == 4
+    assert allocated[::2] == allocated[1::2]
+    assert allocated[0] != allocated[2]
 
 
 def error_messages():

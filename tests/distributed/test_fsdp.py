@@ -1,11 +1,13 @@
 """What parallelize does to a model, and invalid arguments."""
 
 import math
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -31,13 +33,13 @@ def loss_of(model, state):
     return model(**shard_sequence(batch, state), use_cache=False, num_items_in_batch=torch.tensor(targets)).loss
 
 
-def structure():
+def structure(cpu_offload):
     state = init_parallel_state(device_type="cpu", ep=2)
     model = tiny.build(
         "qwen3_moe", {"preset": "eager", "moe_implementation": "grouped_mm", "attn_implementation": "sdpa"}
     )
     before = [(row.slot, row.chosen, row.why, row.modules) for row in opslot.explain(model)]
-    opslot.parallelize(model, state)
+    opslot.parallelize(model, state, cpu_offload=cpu_offload)
     layer = model.model.layers[1]
     return {
         "same kernels": before == [(row.slot, row.chosen, row.why, row.modules) for row in opslot.explain(model)],
@@ -49,15 +51,55 @@ def structure():
     }
 
 
-def test_layers_and_experts_are_fsdp_groups_and_keep_slots(ranks):
-    for found in ranks.run(structure):
+@pytest.mark.parametrize(
+    ("cpu_offload", "experts", "placements"),
+    [(False, "Qwen3MoeExperts", (Shard(0),)), (True, "FSDPQwen3MoeExperts", (Shard(1), Shard(0)))],
+)
+def test_layers_and_experts_that_are_offloaded_are_fsdp_groups_and_keep_slots(ranks, cpu_offload, experts, placements):
+    """Experts that only one rank holds need no FSDP."""
+    for found in ranks.run(structure, cpu_offload):
         assert found["same kernels"]
         assert found["slot"] == "<expert parallel <moe_experts/standard: grouped_mm>>"
-        names = ["FSDPQwen3MoeForCausalLM", "FSDPQwen3MoeDecoderLayer", "FSDPQwen3MoeExperts"]
+        names = ["FSDPQwen3MoeForCausalLM", "FSDPQwen3MoeDecoderLayer", experts]
         assert found["classes"] == [*names, "Qwen3MoeTopKRouter", "FSDP_Head"]
-        assert found["experts"] == (Shard(1), Shard(0))
+        assert found["experts"] == placements
         assert found["experts here"] == (2, 32, 16)
         assert found["dense here"] == (16, 32)
+
+
+def experts_of_one_rank(in_fsdp, options):
+    """Losses of two steps with two micro batches each, the last gradients, and all dtypes outside of passes."""
+    state = init_parallel_state(device_type="cpu", ep=2)
+    model = tiny.build("qwen3_moe")
+    with mock.patch("opslot.distributed.fsdp._can_keep_experts", return_value=False) if in_fsdp else nullcontext():
+        opslot.parallelize(model, state, **options)
+    assert isinstance(model.model.layers[0].mlp.experts, FSDPModule) is in_fsdp
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for is_last in (False, True):
+            with gradient_sync(model, is_last):
+                loss = loss_of(model, state)
+                loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    dtypes = {str(x.dtype) for p in model.parameters() for x in (p, p.grad)}
+    return losses, tiny.gradients(model), dtypes
+
+
+@pytest.mark.quick("bfloat16", "full")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="float32"),
+        pytest.param({"param_dtype": torch.bfloat16}, id="bfloat16"),
+        pytest.param({"param_dtype": torch.bfloat16, "activation_checkpointing": "full"}, id="full"),
+        pytest.param({"param_dtype": torch.bfloat16, "compile": True}, id="compile"),
+    ],
+)
+def test_experts_of_one_rank_train_without_fsdp_as_with_it(ranks, options):
+    assert ranks.run(experts_of_one_rank, False, options) == ranks.run(experts_of_one_rank, True, options)
 
 
 FUSED_NORM = {"preset": "eager", "rms_norm_implementation": "triton"}
@@ -487,7 +529,7 @@ def test_offload_in_one_process_needs_a_group():
 
 
 def test_mixed_precision_of_a_large_model_in_one_process_needs_a_group(monkeypatch):
-    monkeypatch.setattr(fsdp, "can_copy_parameters", lambda model, dtype, device: False)
+    monkeypatch.setattr(fsdp, "can_copy_parameters", lambda parameters, dtype, device: False)
     with pytest.raises(ConfigError, match="group_of_one=True"):
         shard_model(Stack(), layers=["Block"], param_dtype=torch.bfloat16)
 

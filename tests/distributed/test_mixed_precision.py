@@ -191,6 +191,6 @@ def test_only_what_is_cast_counts_as_memory(monkeypatch):
     memory = type("Properties", (), {"total_memory": 20 * 2 * 100})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     model = nn.Sequential(nn.Linear(9, 10, bias=False), nn.Linear(10, 100, bias=False).to(BF16))
-    assert can_copy_parameters(model, BF16, device)
+    assert can_copy_parameters(model.parameters(), BF16, device)
     model.append(nn.Linear(11, 1, bias=False))
-    assert not can_copy_parameters(model, BF16, device)
+    assert not can_copy_parameters(model.parameters(), BF16, device)

@@ -122,7 +122,7 @@ class Renaming:
 
 @pytest.mark.parametrize("fsdp", [{}, {"param_dtype": "float32"}], ids=["whole", "sharded"])
 def test_weights_are_loaded_through_the_architecture_converters(settings, tmp_path, monkeypatch, fsdp):
-    monkeypatch.setattr("opslot.distributed.fsdp.can_copy_parameters", lambda model, dtype, device: False)
+    monkeypatch.setattr("opslot.distributed.fsdp.can_copy_parameters", lambda parameters, dtype, device: False)
     settings["train"] |= {"max_steps": 1, "output_dir": str(tmp_path / "start")}
     trainer_of(settings, tmp_path).train()
     file = tmp_path / "start" / "hf" / "model.safetensors"

@@ -10,7 +10,8 @@ from opslot.distributed.consensus import (
 )
 from opslot.distributed.dummy import dummy_forward
 from opslot.distributed.expert_parallel import ExpertParallel
-from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, shard_model
+from opslot.distributed.fsdp import gradient_sync, shard_model
+from opslot.distributed.gradient_norm import clip_grad_norm
 from opslot.distributed.offload import offload, reload
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import (

@@ -180,6 +180,30 @@ class CopyReduceScatter:
                 self._add(own, _rows(memory, rank, own, count), rank, output_tensor[part])
 
 
+class InPlaceReduction:
+    """FSDP2's reduce-scatter in a group of one rank: the output is the input, instead of a copy of it.
+
+    What `FSDPModule.set_custom_reduce_scatter` takes.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 allocates the input of a reduction, then its output."""
+        given, self._input = self._input, None
+        if given is not None and given.shape == torch.Size(size) and given.dtype == dtype and given.device == device:
+            return given
+        self._input = torch.empty(*size, dtype=dtype, device=device)
+        return self._input
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        assert group.size() == 1
+        assert output_tensor is input_tensor
+
+
 def sum_parts(own: Tensor, parts: Tensor, rank: int, out: Tensor) -> None:
     """out [n] = the sum over dim 0 of `parts` [ranks, n], with `own` [n] for row `rank`, in the dtype of `out`.
 
@@ -204,7 +228,7 @@ def use_copies(
     wanted: bool | None,
     add: SumParts | None = None,
 ) -> list[CopyReduceScatter]:
-    """Replace FSDP's collectives by copies. Every rank calls it with the same arguments.
+    """Replace FSDP's collectives by copies, and by nothing in groups of one rank. Every rank calls it alike.
 
     Args:
         groups: modules, and the ranks that shard each.
@@ -217,6 +241,9 @@ def use_copies(
     Raises:
         ConfigError: a group's ranks are on several hosts, or their GPUs do not reach each other's memory.
     """
+    for module, group in groups:
+        if group.size() == 1:
+            module.set_custom_reduce_scatter(InPlaceReduction())  # type: ignore[arg-type]
     shared = {group.group_name: group for _, group in groups if group.size() > 1}
     if wanted is False or not shared:
         return []

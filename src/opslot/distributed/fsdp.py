@@ -8,22 +8,19 @@ dense parameters and experts, and with different numbers of tokens per rank.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from opslot._base.errors import ConfigError
 from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
-from opslot.distributed.dtensors import local_tensor
 from opslot.distributed.mixed_precision import (
     can_copy_parameters,
     compute_with_copies,
@@ -38,8 +35,6 @@ DataParallelMode = Literal["auto", "ddp", "fsdp2"]
 # What `needs_fsdp` depends on.
 MODE_OPTIONS = ("data_parallel_mode", "param_dtype", "cpu_offload", "reshard_after_forward", "copy_engine")
 _REDUCTIONS = "_fsdp_reductions"
-# Elements whose norm is computed at once on the CPU.
-_CPU_PART = 2**12
 
 
 def shard_model(
@@ -138,12 +133,18 @@ def shard_model(
         inside = {part for module in with_root for part in module.modules()}
         blocks = [layer for layer in _find_layers(model, layers) if layer not in inside]
         expert_modules = experts if state.ep > 1 else []
+        whole_experts: list[str] = []
+        if not cpu_offload and _can_keep_experts(model, expert_modules, state, param_dtype):
+            expert_modules, whole_experts = [], expert_modules
         if reshard_after_forward is None:
             reshard_after_forward = not _keeps_gathered(model, param_dtype, state.device)
+        options["ignored_params"] = _whole_weights(model) | set(_own_parameters(model, whole_experts)) or None
         groups = _shard(model, state, blocks, expert_modules, head, reshard_after_forward, options)
         _set_prefetch(model, groups, prefetch)
         reductions = use_copies(_shard_groups(model, state, expert_modules), state.device, copy_engine, add)
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
+        if whole_experts and param_dtype is not None:
+            compute_with_copies(model, param_dtype, [model.get_submodule(path) for path in whole_experts])
     elif state.world_size > 1:
         # Ranks of a sequence exchange heads in the backward pass, where gradients may be ready in different orders.
         replicate(model, param_dtype, reduce_dtype, overlap=state.sp == 1)
@@ -199,7 +200,23 @@ def needs_fsdp(
         return True
     if state.world_size > 1:
         return bool(found) or not _is_small(model, state.device)
-    return param_dtype is not None and not can_copy_parameters(model, param_dtype, state.device)
+    return param_dtype is not None and not can_copy_parameters(model.parameters(), param_dtype, state.device)
+
+
+def _can_keep_experts(
+    model: nn.Module, experts: list[str], state: ParallelState, param_dtype: torch.dtype | None
+) -> bool:
+    """Whether a rank's experts need no FSDP, which would copy parameters and gradients once more: no other rank has a
+    shard or a replica of them, and their copies in `param_dtype` take little of the GPU's memory.
+    """
+    if state.ep_fsdp * state.dp_replicate > 1:
+        return False
+    return param_dtype is None or can_copy_parameters(_own_parameters(model, experts), param_dtype, state.device)
+
+
+def _own_parameters(model: nn.Module, paths: list[str]) -> Iterator[nn.Parameter]:
+    for path in paths:
+        yield from model.get_submodule(path).parameters(recurse=False)
 
 
 def _is_small(model: nn.Module, device: torch.device) -> bool:
@@ -260,69 +277,6 @@ def _check_dtypes(model: nn.Module) -> None:
                 "use one dtype (float32, and param_dtype=torch.bfloat16 for the computation), or freeze some of them"
             ),
         )
-
-
-def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients to `max_norm`, and return their 2-norm over all ranks.
-
-    The norm does not depend on the sharding; that of 16-bit gradients is computed in float32.
-
-    Args:
-        parameters: tensors or DTensors of any meshes, or one of them; those without a gradient are left out.
-        max_norm: infinity only computes the norm.
-
-    Raises:
-        ConfigError: `max_norm` is negative or not a number.
-    """
-    if not max_norm >= 0:
-        raise ConfigError(f"max_norm={max_norm} must be at least 0", hint="infinity computes the norm without clipping")
-    owners: defaultdict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
-        grad = parameter.grad
-        if grad is not None:
-            placement = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-            owners[placement, grad.dtype].append(parameter)
-    if not owners:
-        return torch.tensor(0.0)
-    norms = [_norm([p.grad for p in group if p.grad is not None]) for group in owners.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    if math.isfinite(max_norm):
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for group in owners.values():
-            _scale([p.grad for p in group if p.grad is not None], scale)
-    return total
-
-
-@torch.no_grad()
-def _scale(grads: list[Tensor], factor: Tensor) -> None:
-    """Of local shards: torch's sharding propagation for a list of DTensors takes longer than the multiplication."""
-    local = [local_tensor(grad) for grad in grads]
-    torch._foreach_mul_(local, factor.to(local[0].device))
-
-
-@torch.no_grad()
-def _norm(grads: list[Tensor]) -> Tensor:
-    """Of gradients of one dtype and one placement, over all ranks; DTensor does not propagate a norm's dtype."""
-    # In 16 bits, the norm would have 3 digits, and float16 would overflow at 65504.
-    upcast = {"dtype": torch.float32} if grads[0].itemsize == 2 else {}
-    local = [part for grad in grads for part in _parts(local_tensor(grad))]
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local, 2, **upcast)))
-    first = grads[0]
-    if isinstance(first, DTensor):
-        square = norm.square()
-        for dim, placement in enumerate(first.placements):
-            assert not placement.is_partial(), "FSDP2 has reduced the gradients"
-            if not placement.is_replicate():
-                dist.all_reduce(square, group=first.device_mesh.get_group(dim))
-        norm = square.sqrt()
-    return norm
-
-
-def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    """`x`, on the CPU in parts: torch adds up the squares there one after the other, which for five million elements in
-    float32 is off by 1e-4.
-    """
-    return x.reshape(-1).split(_CPU_PART) if x.device.type == "cpu" and x.numel() > _CPU_PART else (x,)
 
 
 @contextlib.contextmanager
@@ -420,7 +374,6 @@ def _shard(
 ) -> list[list[nn.Module]]:
     """Bottom-up `fully_shard`; returns, layer by layer and then for the head, the modules whose parameters it needs."""
     owners = [model.get_submodule(path) for path in experts]
-    options = {**options, "ignored_params": _whole_weights(model) or None}
     for path, owner in zip(experts, owners, strict=True):
         _check_expert_shapes(path, owner, state)
         fully_shard(

@@ -8,7 +8,7 @@ than their forward and backward pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from opslot._base.errors import ParallelError
+from opslot.distributed.dtensors import local_tensor
 from opslot.distributed.gradient_buckets import GradientBuckets
 
 # Of the device's memory.
@@ -33,13 +35,13 @@ def takes_little_memory(size: int, device: torch.device) -> bool:
     return device.type != "cuda" or size <= _LITTLE * torch.cuda.get_device_properties(device).total_memory
 
 
-def can_copy_parameters(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+def can_copy_parameters(parameters: Iterable[nn.Parameter], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether copies in `dtype` of the parameters that have another dtype take little of the memory of `device`."""
-    size = sum(parameter.numel() for parameter in model.parameters() if _is_cast(parameter, dtype)) * dtype.itemsize
-    return takes_little_memory(size, device)
+    size = sum(local_tensor(parameter).numel() for parameter in parameters if _is_cast(parameter, dtype))
+    return takes_little_memory(size * dtype.itemsize, device)
 
 
-def compute_with_copies(model: nn.Module, dtype: torch.dtype) -> None:
+def compute_with_copies(model: nn.Module, dtype: torch.dtype, modules: Collection[nn.Module] | None = None) -> None:
     """Let `model` compute with copies of its parameters in `dtype`, in place.
 
     During a forward pass and its backward pass, modules hold the copies; at all other times they hold the parameters,
@@ -50,8 +52,10 @@ def compute_with_copies(model: nn.Module, dtype: torch.dtype) -> None:
     Args:
         model: its parameters may be on meta until the first forward pass. Transformers models inside it, such as the
             base model, compute with the copies too when they are called alone.
+        modules: those whose own parameters are copied; default all. The copy of a DTensor is a plain tensor, of the
+            local part, and gradients are added as soon as they are computed: they are few and large.
     """
-    _register(model, _Copies(model, dtype))
+    _register(model, _Copies(model, dtype, modules=modules))
 
 
 def replicate(
@@ -113,14 +117,21 @@ class _Copies:
     are the gradients of this rank, the parameters' those of all ranks.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, reduction: _Reduction | None = None) -> None:
-        self._model, self._dtype, self._reduction = model, dtype, reduction
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        reduction: _Reduction | None = None,
+        modules: Collection[nn.Module] | None = None,
+    ) -> None:
+        self._model, self._dtype, self._reduction, self._modules = model, dtype, reduction, modules
         # Of the trained parameters; and whether the next backward pass reduces, and the last one did.
         self._buckets: GradientBuckets | None = None
         self._reduces, self._is_reduced = True, False
         # Where parameters are: a module's dict of parameters, name, parameter and copy.
         self._places: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._parameter_of: dict[Tensor, nn.Parameter] = {}
         self._without_copy: list[nn.Parameter] = []
         self._guards: list[RemovableHandle] = []
         self._is_found = False
@@ -133,7 +144,7 @@ class _Copies:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or loaded model makes its own.
-        return _Copies, (self._model, self._dtype, self._reduction)
+        return _Copies, (self._model, self._dtype, self._reduction, self._modules)
 
     @contextlib.contextmanager
     def gradient_sync(self, enabled: bool) -> Iterator[None]:
@@ -180,7 +191,7 @@ class _Copies:
     @torch.inference_mode(False)  # A tensor that is made inside could not be trained outside.
     def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
         if self._is_cast(parameter):
-            copy = nn.Parameter(torch.empty_like(parameter, dtype=self._dtype))
+            copy = nn.Parameter(torch.empty_like(local_tensor(parameter), dtype=self._dtype))
         else:
             copy = nn.Parameter(parameter.detach())
         copy.register_post_accumulate_grad_hook(self._after_gradient)
@@ -195,24 +206,30 @@ class _Copies:
             if self._backward == _NO_BACKWARD:
                 self._begin_backward(copy)
             self._buckets.arrive(copy, self._reduces)
+        elif self._modules is not None:
+            self._move_gradients([copy])
         elif self._moved_after != (task := torch._C._current_graph_task_id()):
             self._moved_after = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._move_gradients)
+            torch.autograd.Variable._execution_engine.queue_callback(self._move_all_gradients)
+
+    def _move_all_gradients(self) -> None:
+        self._moved_after = _NO_BACKWARD
+        self._move_gradients(self._parameter_of)
 
     @torch.no_grad()
-    def _move_gradients(self) -> None:
+    def _move_gradients(self, copies: Iterable[Tensor]) -> None:
         """Add the gradients of copies to those of the parameters, in the parameters' dtype."""
-        self._moved_after = _NO_BACKWARD
         new, computed = [], []
-        for parameter, copy in self._copies.items():
+        for copy in copies:
+            parameter = self._parameter_of[copy]
             if copy.grad is None:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-                new.append(parameter.grad)
+                new.append(local_tensor(parameter.grad))
                 computed.append(copy.grad)
             else:
-                parameter.grad.add_(copy.grad)
+                local_tensor(parameter.grad).add_(copy.grad)
             copy.grad = None
         if new:
             torch._foreach_copy_(new, computed)
@@ -224,7 +241,8 @@ class _Copies:
 
     def release(self) -> None:
         self._place_parameters()
-        self._places, self._copies, self._buckets, self._is_found = [], {}, None, False
+        self._places, self._buckets, self._is_found = [], None, False
+        self._copies, self._parameter_of = {}, {}
         self._without_copy = []
         for guard in self._guards:
             guard.remove()
@@ -251,7 +269,9 @@ class _Copies:
         return x.to(self._dtype) if x.is_floating_point() else x
 
     def _is_cast(self, parameter: nn.Parameter) -> bool:
-        return self._dtype is not None and _is_cast(parameter, self._dtype)
+        if self._dtype is None or (self._modules is None and isinstance(parameter, DTensor)):
+            return False
+        return _is_cast(parameter, self._dtype)
 
     def _is_reduced_over_ranks(self, parameter: nn.Parameter) -> bool:
         return self._reduction is not None and parameter.requires_grad
@@ -265,7 +285,7 @@ class _Copies:
         self._checkpointed = [
             m for m in self._model.modules() if hasattr(m, "gradient_checkpointing") or isinstance(m, CheckpointWrapper)
         ]
-        for module in self._model.modules():
+        for module in self._model.modules() if self._modules is None else self._modules:
             held: dict[str, Any] = module._parameters
             for name, parameter in held.items():
                 if parameter is None:
@@ -274,7 +294,8 @@ class _Copies:
                     self._without_copy.append(parameter)
                     continue
                 if parameter not in self._copies:
-                    self._copies[parameter] = self._copy_of(parameter)
+                    copy = self._copies[parameter] = self._copy_of(parameter)
+                    self._parameter_of[copy] = parameter
                 self._places.append((held, name, parameter, self._copies[parameter]))
         if self._reduction is not None:
             trained = [(copy, parameter) for parameter, copy in self._copies.items() if parameter.requires_grad]
@@ -304,7 +325,7 @@ class _Copies:
         copied = [(copy, parameter) for parameter, copy in self._copies.items() if copy.dtype != parameter.dtype]
         if copied:
             copies: tuple[Tensor, ...]
-            copies, parameters = zip(*copied, strict=True)
+            copies, parameters = zip(*((copy, local_tensor(parameter)) for copy, parameter in copied), strict=True)
             # The graph of an earlier forward pass may still need the copies; the values are the same then.
             with torch.autograd._unsafe_preserve_version_counter(copies):
                 torch._foreach_copy_(copies, parameters)
@@ -333,7 +354,7 @@ def _raise_not_reduced(parameter: Tensor) -> None:
 
 
 def _is_cast(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Whether a parameter is copied: not quantized weights, and not those of a tensor subclass."""
-    if parameter.dtype == dtype or type(parameter) is not nn.Parameter:
+    """Whether a parameter is copied: not quantized weights, and not those of a tensor subclass but DTensor."""
+    if parameter.dtype == dtype or type(parameter) not in (nn.Parameter, DTensor):
         return False
     return parameter.is_floating_point() and parameter.itemsize > 1

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from opslot._base.errors import ConfigError
 from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
 from opslot.checkpoint.initialize import initialize_weights
 from opslot.checkpoint.training_state import read_state
 from opslot.distributed import ParallelState, keep_frozen_statistics
-from opslot.distributed.mixed_precision import has_copies
 from opslot.models import load_foundation_weights
 from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.models._parts import freeze, select
@@ -67,7 +67,7 @@ def prepare_model(
             say(line)
     model = _parallelize(model, config, state)
     require_same_kernels(model)
-    if state.world_size > 1 and has_copies(model):
+    if state.world_size > 1 and not isinstance(model, FSDPModule):
         say("data parallelism: ddp, so each process holds all parameters")
     return model
 

@@ -1,0 +1,82 @@
+"""The norm of gradients over all ranks, however they are sharded, and clipping to it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from opslot._base.errors import ConfigError
+from opslot.distributed.dtensors import local_tensor
+
+# Elements whose norm is computed at once on the CPU.
+_CPU_PART = 2**12
+
+
+def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clip the gradients to `max_norm`, and return their 2-norm over all ranks.
+
+    The norm does not depend on the sharding; that of 16-bit gradients is computed in float32.
+
+    Args:
+        parameters: tensors or DTensors of any meshes, or one of them; those without a gradient are left out.
+        max_norm: infinity only computes the norm.
+
+    Raises:
+        ConfigError: `max_norm` is negative or not a number.
+    """
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm={max_norm} must be at least 0", hint="infinity computes the norm without clipping")
+    owners: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+        grad = parameter.grad
+        if grad is not None:
+            placement = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            owners[placement, grad.dtype].append(parameter)
+    if not owners:
+        return torch.tensor(0.0)
+    norms = [_norm([p.grad for p in group if p.grad is not None]) for group in owners.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    if math.isfinite(max_norm):
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for group in owners.values():
+            _scale([p.grad for p in group if p.grad is not None], scale)
+    return total
+
+
+@torch.no_grad()
+def _scale(grads: list[Tensor], factor: Tensor) -> None:
+    """Of local shards: torch's sharding propagation for a list of DTensors takes longer than the multiplication."""
+    local = [local_tensor(grad) for grad in grads]
+    torch._foreach_mul_(local, factor.to(local[0].device))
+
+
+@torch.no_grad()
+def _norm(grads: list[Tensor]) -> Tensor:
+    """Of gradients of one dtype and one placement, over all ranks; DTensor does not propagate a norm's dtype."""
+    # In 16 bits, the norm would have 3 digits, and float16 would overflow at 65504.
+    upcast = {"dtype": torch.float32} if grads[0].itemsize == 2 else {}
+    local = [part for grad in grads for part in _parts(local_tensor(grad))]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local, 2, **upcast)))
+    first = grads[0]
+    if isinstance(first, DTensor):
+        square = norm.square()
+        for dim, placement in enumerate(first.placements):
+            assert not placement.is_partial(), "FSDP2 has reduced the gradients"
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=first.device_mesh.get_group(dim))
+        norm = square.sqrt()
+    return norm
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    """`x`, on the CPU in parts: torch adds up the squares there one after the other, which for five million elements in
+    float32 is off by 1e-4.
+    """
+    return x.reshape(-1).split(_CPU_PART) if x.device.type == "cpu" and x.numel() > _CPU_PART else (x,)
