@@ -33,7 +33,7 @@ from opslot.slots import KERNEL_REGISTRY
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BENCH, MEMORY, LORA = "bench_h200.json", "memory_h200.json", "lora_h200.json"
-PARALLEL = ("parallel_h200x4.json", "parallel_h200x2.json")
+PARALLEL = ("parallel_h200x4.json", "parallel_h200x2.json", "parallel_h100x2.json")
 CPU = ("cpu_epyc.json", "cpu_demo_step_epyc.json", "loading_epyc.json")
 GEMM = "gemm_h200.json"
 BALANCE = "balance_xeon.json"
@@ -280,18 +280,22 @@ def curve() -> str:
 
 
 def parallel() -> str:
-    steps = [row for name in PARALLEL for row in load(name).steps]
-    lines = []
-    for key in dict.fromkeys(r.comparison for r in steps):
-        rows = [r for r in steps if r.comparison == key]
+    lines = [line for name in PARALLEL for line in _parallel_lines(load(name))]
+    header = ["model", "GPUs", "parallelism", "batch", "implementation", "tokens/s per GPU, peak memory", "vs VeOmni"]
+    return _table(header, lines)
+
+
+def _parallel_lines(result: Result) -> Iterator[list[str]]:
+    for key in dict.fromkeys(r.comparison for r in result.steps):
+        rows = [r for r in result.steps if r.comparison == key]
         base = next((r.tokens_per_s for r in rows if r.implementation == "VeOmni" and r.tokens_per_s), None)
         for row in rows:
             speed, _ = _step_cell(row.implementation, [row])
             against = f"{row.tokens_per_s / base:.2f}" if base and row.tokens_per_s else "not measured"
+            # "NVIDIA H200 sm_90"
+            gpus = f"{row.gpus} {result.run_of(row).environment.device.split()[1]}"
             batch = f"{row.batch} x {row.length:,}"
-            lines.append([_label(row.model), row.setup, batch, row.implementation, speed, against])
-    header = ["model", "parallelism", "batch", "implementation", "tokens/s per GPU, peak memory", "vs VeOmni"]
-    return _table(header, lines)
+            yield [_label(row.model), gpus, row.setup, batch, row.implementation, speed, against]
 
 
 def memory() -> str:

@@ -58,7 +58,7 @@ def test_changed_result_is_detected(docs, tmp_path, monkeypatch):
 def test_committed_results_match_the_schema(docs, file):
     result = read(file)
     assert result.runs, "every file holds a run"
-    assert re.fullmatch(r"\w+_(h200|h200x\d|epyc|xeon)\.json", file.name), "<script>_<machine>.json"
+    assert re.fullmatch(r"\w+_(h200|h\d00x\d|epyc|xeon)\.json", file.name), "<script>_<machine>.json"
     script = result.script.split()[-1]
     assert file.name.startswith(Path(script).stem)
     assert file.name in {docs.BENCH, docs.MEMORY, docs.LORA, docs.GEMM, docs.BALANCE, *docs.PARALLEL, *docs.CPU}, (
