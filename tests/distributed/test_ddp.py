@@ -1,5 +1,8 @@
 """All parameters on each rank (DDP): the same numbers as one process, without FSDP2."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +58,22 @@ def test_tied_embeddings(ranks):
 @pytest.mark.slow
 def test_compiled_layers(ranks):
     check(ranks, steps=2, micro_batches=2, options={"compile": True})
+
+
+def is_freed(sizes, options):
+    state = init_parallel_state(device_type="cpu", **sizes)
+    model = opslot.parallelize(tiny.build("qwen3_moe"), state, **options, param_dtype=BF16)
+    batch = {name: value[state.dp_rank :: 2] for name, value in tiny.rows(0).items()}
+    model(**batch, use_cache=False, num_items_in_batch=torch.tensor(9)).loss.backward()
+    reference = weakref.ref(model.model.layers[0].mlp.experts)
+    del model
+    gc.collect()
+    return reference() is None
+
+
+@pytest.mark.parametrize(("sizes", "options"), [({}, DDP), ({"ep": 2}, {})], ids=["ddp", "ep"])
+def test_deleted_model_is_freed(ranks, sizes, options):
+    assert all(ranks.run(is_freed, sizes, options))
 
 
 def both_modes(kwargs):

@@ -1,6 +1,8 @@
 """Mixed precision in one process, without FSDP."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -49,6 +51,16 @@ def test_equal_to_a_model_in_bfloat16_bit_for_bit(checkpointing):
     assert torch.equal(loss, wanted)
     assert_gradients_equal(model, expected)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_deleted_model_is_freed():
+    model = parallelized()
+    loss_of(model).backward()
+    copies = model.__dict__["_mixed_precision_copies"]._copies.values()
+    references = [weakref.ref(x) for x in (model, next(iter(copies)), next(model.parameters()))]
+    del model, copies
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
 
 
 def test_updates_of_the_optimizer_reach_the_next_forward_pass():

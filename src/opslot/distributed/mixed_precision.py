@@ -8,6 +8,8 @@ than their forward and backward pass.
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +196,8 @@ class _Copies:
             copy = nn.Parameter(torch.empty_like(local_tensor(parameter), dtype=self._dtype))
         else:
             copy = nn.Parameter(parameter.detach())
-        copy.register_post_accumulate_grad_hook(self._after_gradient)
+        # The garbage collector does not see what a tensor's hook refers to: a method of this would keep the model.
+        copy.register_post_accumulate_grad_hook(functools.partial(_call_after_gradient, weakref.ref(self)))
         copy.requires_grad_(parameter.requires_grad)
         return copy
 
@@ -342,6 +345,12 @@ class _Copies:
         for held, name, parameter, copy in self._places:
             if held.get(name) is copy:
                 held[name] = parameter
+
+
+def _call_after_gradient(copies: weakref.ref[_Copies], copy: Tensor) -> None:
+    found = copies()
+    assert found is not None, "the model was deleted before the backward pass"
+    found._after_gradient(copy)
 
 
 def _raise_not_reduced(parameter: Tensor) -> None:
