@@ -31,13 +31,11 @@ def cumulative(documents, dtype=torch.int32):
     return torch.tensor([0, *documents], device=DEVICE).cumsum(0).to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "chosen"), [(torch.bfloat16, "triton"), (torch.float32, "eager")])
-def test_auto_selects_the_measured_kernel_on_a_gpu(dtype, chosen):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_auto_selects_the_measured_kernel_on_a_gpu(dtype):
     pytest.importorskip("triton")
     request = KernelRequest("causal_conv1d", "standard", DeviceFacts("gpu", (9, 0)), dtype)
-    resolution = KERNEL_REGISTRY.resolve(request)
-    assert resolution.chosen == chosen
-    assert resolution.why.endswith("pass dtype=torch.bfloat16") is (dtype is torch.float32)
+    assert KERNEL_REGISTRY.resolve(request).chosen == "triton"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
