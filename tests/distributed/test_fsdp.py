@@ -23,6 +23,7 @@ from opslot.distributed import (
     shard_sequence,
 )
 from opslot.distributed.fsdp import _find_layers
+from opslot.distributed.gradient_norm import clip_grad_norm_on_host
 from opslot.models.parallelize import parallel_plan
 from tests.distributed import tiny
 
@@ -210,6 +211,25 @@ def test_clip_grad_norm_of_plain_tensors_and_of_none():
     assert clip_grad_norm([parameter], 1.0) == 5
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
     assert clip_grad_norm(parameter, 1.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 4.999999, 5.0, 5.00001, math.inf])
+def test_clip_grad_norm_on_host_equals_that_on_the_device(max_norm):
+    one, other = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    one.grad, other.grad = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
+    version = one.grad._version
+    assert clip_grad_norm_on_host([one], max_norm) == clip_grad_norm([other], max_norm).item() == 5
+    assert torch.equal(one.grad, other.grad)
+    # Gradients within max_norm are not written.
+    assert (one.grad._version == version) is (max_norm > 5)
+    assert clip_grad_norm_on_host([nn.Parameter(torch.zeros(2))], max_norm) == 0
+
+
+def test_clip_grad_norm_on_host_of_nan():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([math.nan, 4.0])
+    assert math.isnan(clip_grad_norm_on_host([parameter], 1.0))
+    assert parameter.grad.isnan().all()
 
 
 @pytest.mark.parametrize("limit", [-1.0, math.nan])

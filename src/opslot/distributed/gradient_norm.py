@@ -31,30 +31,51 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
     Raises:
         ConfigError: `max_norm` is negative or not a number.
     """
-    if not max_norm >= 0:
-        raise ConfigError(f"max_norm={max_norm} must be at least 0", hint="infinity computes the norm without clipping")
+    owners = _by_owner(parameters)
+    total, scale = _norm_and_scale(owners, max_norm)
+    if not math.isinf(max_norm):
+        _scale(owners, scale)
+    return total
+
+
+def clip_grad_norm_on_host(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """`clip_grad_norm` that waits for the norm: gradients within `max_norm` are not read and written again."""
+    owners = _by_owner(parameters)
+    total, scale = _norm_and_scale(owners, max_norm)
+    found, factor = torch.stack([total, scale]).tolist()
+    # Also of a factor that is not a number.
+    if not factor >= 1:
+        _scale(owners, scale)
+    return found
+
+
+def _by_owner(parameters: Tensor | Iterable[Tensor]) -> list[list[Tensor]]:
+    """Gradients, together those of one dtype and one placement."""
     owners: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         grad = parameter.grad
         if grad is not None:
             placement = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-            owners[placement, grad.dtype].append(parameter)
+            owners[placement, grad.dtype].append(grad)
+    return list(owners.values())
+
+
+def _norm_and_scale(owners: list[list[Tensor]], max_norm: float) -> tuple[Tensor, Tensor]:
+    """The norm over all ranks, and the factor at most 1 that clips it."""
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm={max_norm} must be at least 0", hint="infinity computes the norm without clipping")
     if not owners:
-        return torch.tensor(0.0)
-    norms = [_norm([p.grad for p in group if p.grad is not None]) for group in owners.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    if math.isfinite(max_norm):
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for group in owners.values():
-            _scale([p.grad for p in group if p.grad is not None], scale)
-    return total
+        return torch.tensor(0.0), torch.tensor(1.0)
+    total = torch.linalg.vector_norm(torch.stack([_norm(grads) for grads in owners]))
+    return total, torch.ones_like(total) if math.isinf(max_norm) else (max_norm / (total + 1e-6)).clamp(max=1.0)
 
 
 @torch.no_grad()
-def _scale(grads: list[Tensor], factor: Tensor) -> None:
+def _scale(owners: list[list[Tensor]], factor: Tensor) -> None:
     """Of local shards: torch's sharding propagation for a list of DTensors takes longer than the multiplication."""
-    local = [local_tensor(grad) for grad in grads]
-    torch._foreach_mul_(local, factor.to(local[0].device))
+    for grads in owners:
+        local = [local_tensor(grad) for grad in grads]
+        torch._foreach_mul_(local, factor.to(local[0].device))
 
 
 @torch.no_grad()

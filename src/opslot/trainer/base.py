@@ -20,13 +20,13 @@ from opslot.checkpoint.training_state import load_snapshot, read_state, take_sna
 from opslot.data.collation import count_targets
 from opslot.distributed import (
     average_statistics,
-    clip_grad_norm,
     gather_objects,
     gradient_sync,
     on_first_rank,
     shard_sequence,
     sum_over_ranks,
 )
+from opslot.distributed.gradient_norm import clip_grad_norm_on_host
 from opslot.models._own_loss import call_with_share_of_loss
 from opslot.slots import explain
 from opslot.trainer.best import BestEvaluation
@@ -389,7 +389,7 @@ class BaseTrainer(ABC):
                     (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
             loss += cross_entropy.detach()
         self.loss_scaler.unscale(self._trained)
-        grad_norm = clip_grad_norm(self._trained, self.config.train.max_grad_norm or math.inf).item()
+        grad_norm = clip_grad_norm_on_host(self._trained, self.config.train.max_grad_norm or math.inf)
         step_loss, step_aux = sum_over_ranks(loss.item(), 0.0 if aux_loss is None else aux_loss.item())
         return step_loss, None if aux_loss is None else step_aux, grad_norm
 
