@@ -471,17 +471,22 @@ def test_kernels_pass_states_from_call_to_call(name, variant, width, v_width, ba
         assert (got.double() - want).norm() <= 1e-2 * want.norm()
 
 
+HOPPER = DeviceFacts("gpu", (9, 0))
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "chosen"),
+    ("variant", "device", "dtype", "chosen"),
     [
-        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "triton"),
-        (DeviceFacts("gpu", (9, 0)), torch.float32, "eager"),
-        (DeviceFacts("cpu"), torch.float32, "torch_chunked"),
+        ("standard", HOPPER, torch.bfloat16, "triton"),
+        ("standard", HOPPER, torch.float16, "triton"),
+        ("standard", HOPPER, torch.float32, "eager"),
+        ("per_channel", HOPPER, torch.float32, "triton"),
+        ("standard", DeviceFacts("cpu"), torch.float32, "torch_chunked"),
     ],
 )
-def test_auto_selects_the_benchmarked_kernel(device, dtype, chosen):
+def test_auto_selects_the_benchmarked_kernel(variant, device, dtype, chosen):
     pytest.importorskip("triton")
-    request = KernelRequest("chunk_gated_delta_rule", "standard", device, dtype)
+    request = KernelRequest("chunk_gated_delta_rule", variant, device, dtype)
     assert KERNEL_REGISTRY.resolve(request).chosen == chosen
 
 

@@ -19,20 +19,14 @@ def _filter_fits(request: KernelRequest) -> str | None:
     return None if width <= _WIDEST_FILTER else f"takes up to {_WIDEST_FILTER} taps, this module's filter has {width}"
 
 
-def _bf16_priority(request: KernelRequest) -> int | None:
-    """Forward + backward on an H200, bf16 (`opslot bench`), beside torch's own convolution.
-
-    8192 channels x 8192 tokens: 0.26 ms to 3.12; 16384 tokens in 16 documents: 0.51 to 8.14. Other dtypes and fla's
-    kernel, which autotunes for minutes, were not measured.
-    """
-    return 80 if request.dtype == torch.bfloat16 else None
-
-
 KERNEL_REGISTRY.register_op(OP)
 add_triton_kernel(
     OP,
     supports=_filter_fits,
-    priority={H200: _bf16_priority},
+    # Forward + backward (`opslot bench`), beside torch's own convolution, 8192 channels x 8192 tokens: on an H200 in
+    # bf16 0.26 ms to 3.12; on an H100 in fp16 0.30 to 2.5, in fp32 0.52 to 3.7. 16384 tokens in 16 documents: 0.51 to
+    # 8.14; 0.61 to 7.6, 1.1 to 9.9. fla's kernel, which autotunes for minutes, was not measured.
+    priority={H200: 80},
     description="one pass each way, deterministic, up to four taps, packed documents by cu_seqlens",
 )
 add_gpu_kernel(

@@ -2,7 +2,16 @@
 
 import torch
 
-from opslot.ops._common.specs import FLA, H200, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
+from opslot.ops._common.specs import (
+    FLA,
+    FLOATS,
+    H200,
+    HALF_FLOATS,
+    TRITON,
+    add_gpu_kernel,
+    add_kernel,
+    add_triton_kernel,
+)
 from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
@@ -30,13 +39,16 @@ def _right_on_hopper(request: KernelRequest) -> str | None:
     )
 
 
-def _bf16_priority(request: KernelRequest) -> int | None:
-    """On an H200 in bf16, the one dtype timed, forward + backward at Qwen3-Next's sizes (`opslot bench`).
+def _priority(request: KernelRequest) -> int | None:
+    """Forward + backward at Qwen3-Next's sizes (`opslot bench`), beside torch's chunks.
 
-    8192 tokens take 1.6 ms where torch's chunks take 139; 16384 tokens in 16 documents, 2.6 where those take 57.
-    Kimi delta attention of 8192 tokens and 32 heads of 128 takes 5.4 ms, in one document or 16.
+    On an H200 in bf16, 8192 tokens take 1.6 ms (139), 16384 tokens in 16 documents 2.6 (57); Kimi delta attention of
+    8192 tokens and 32 heads of 128 takes 5.4, in one document or 16. On an H100 in fp16: 2.8 (154), 5.2 (69), 6.3
+    (186), and in documents 6.4 (62). There in fp32, without tensor cores: 73 (157), but in documents 149 (68); Kimi
+    delta attention 40 (191), and in documents 42 (62).
     """
-    return 80 if request.dtype == torch.bfloat16 else None
+    measured = FLOATS if request.variant == "per_channel" else HALF_FLOATS
+    return 80 if request.dtype in measured else None
 
 
 _BF16 = frozenset({torch.bfloat16})
@@ -46,7 +58,7 @@ add_triton_kernel(
     OP,
     factory="triton:chunk_gated_delta_rule",
     supports=_keys_fit,
-    priority={H200: _bf16_priority},
+    priority={H200: _priority},
     description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
 )
 add_gpu_kernel(
