@@ -15,21 +15,24 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "gets a mask of blocks even where FlashAttention runs, before 5.20": ("PixtralAttention",),
         "is in an image or audio tower, or attends to its output": (
             "*Vision*Attention",
+            "*VisionTokenizerAttnBlock",
             "*CrossAttention",
         ),
     },
     "cross_entropy_loss": {
         "takes the logits of the ForCausalLM inside it, whose loss has the slot": ("Llama4ForConditionalGeneration",),
+        "multiplies the logits by a learned scale per token": ("DoryForCausalLM",),
         "predicts speech codes with a head per generation step": (
             "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
         ),
     },
     "rms_norm": {
-        "returns 1 / rms(x)": ("HYV4UnweightedRMSNorm",),
+        "returns 1 / rms(x)": ("HYV4UnweightedRMSNorm", "HYV4VLUnweightedRMSNorm"),
         "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),
     },
     "rotary_pos_emb": {
         "rotates the last dims of one tensor, and back after attention": ("deepseek_v4:apply_rotary_pos_emb",),
+        "rotates interleaved channels after others, of one key head": ("hy_v4_vl:apply_rotary_pos_emb",),
         "rotates in the other direction": ("nanochat:apply_rotary_pos_emb",),
         "is not called, since the model has no positions": (
             "jamba:apply_rotary_pos_emb",
@@ -37,8 +40,10 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "swiglu_mlp": {
+        "scales gate and up, and normalizes their product": ("DoryMLP",),
         "has no gate": (
             "ApertusMLP",
+            "Apertus1p5TextMLP",
             "ArceeMLP",
             "NanoChatMLP",
             "NemotronMLP",

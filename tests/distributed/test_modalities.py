@@ -6,6 +6,7 @@ from transformers import AutoConfig
 
 import opslot
 from opslot.distributed import init_parallel_state
+from opslot.models._modalities import alias_outputs
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 from tests.distributed.tiny import assert_gradients_close, gradients
@@ -152,6 +153,14 @@ def on_ranks_without_dummy(name, checkpointing):
     for turn in range(2):
         scaled_step(model.train(checkpointing), [batch([5, 6, 7, 8]), media_batch(model)][(state.rank + turn) % 2])
     return gradients(model)
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_DUMMY, "llava"])
+def test_outputs_of_a_sharded_model_are_not_those_that_the_loss_reads(name):
+    """Else FSDP gathers parameters where gradients reach features, which Transformers returns from 5.24."""
+    model, ids = random_model(tiny_config(name)).eval(), torch.ones(1, 3, dtype=torch.long)
+    alias_outputs(model)
+    assert model(input_ids=ids, use_cache=False).logits.grad_fn.name() == "_AliasBackward"
 
 
 @pytest.mark.quick("mllama-True", "fuyu-False")

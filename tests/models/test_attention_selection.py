@@ -326,7 +326,7 @@ def test_masks_made_with_another_config_fit_the_attention_that_runs(ops, runs):
     assert torch.equal(model(**batch).loss, original(**batch).loss)
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon", "gptj"])
+@pytest.mark.parametrize("name", ["bloom", "falcon", "mpt"])
 def test_attention_without_the_interface_is_explained(name):
     model = random_model(tiny_config(name))
     report = opslot.apply(model, "auto", device="cpu")

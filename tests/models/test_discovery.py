@@ -240,6 +240,8 @@ def test_slots_of_generated_classes(arch, prefix, slots):
         ("t5", "T5LayerNorm.forward rms_norm/standard"),
         ("gemma4", "Gemma4RMSNorm.forward rms_norm/cast_after_weight"),
         ("deepseek_v4", "DeepseekV4UnweightedRMSNorm.forward rms_norm/unweighted"),
+        ("inkling2", "Inkling2UnweightedRMSNorm.forward rms_norm/unweighted"),
+        ("pp_doclayout_v2", "PPDocLayoutV2SelfAttention attention/bidirectional"),
     ],
 )
 def test_slots_of_further_forms(arch, slot):

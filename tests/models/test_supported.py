@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import fnmatch
 import json
 import logging
 import re
 import runpy
+import symtable
 from pathlib import Path
 
 import pytest
@@ -75,11 +77,32 @@ def quick_or_slow():
     return [pytest.param(arch, marks=[] if arch in quick else pytest.mark.slow) for arch in supported_architectures()]
 
 
+def undefined_names(text):
+    """Names that functions of a module read, and neither the module nor Python defines."""
+    module = symtable.symtable(text, "generated", "exec")
+    known = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    known |= set(vars(builtins)) | {"__file__", "__name__", "__class__"}
+    found, remaining = set(), list(module.get_children())
+    while remaining:
+        table = remaining.pop()
+        remaining += table.get_children()
+        found |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+    return found - known
+
+
+def test_names_that_a_module_does_not_define_are_found():
+    text = "import a\nb = 1\nclass C:\n    def f(self, d):\n        return [(a, b, C, d, len(e), g) for g in d]\n"
+    assert undefined_names(text) == {"e"}
+
+
 @pytest.mark.parametrize("arch", quick_or_slow())
 def test_generated_text_compiles(arch):
     release = installed_release()
     text = generate(require_patch(arch, release), release)
     compile(text, arch, "exec")
+    # Parameters that edits name, such as the cache, have other names in other releases.
+    upstream = release.module(f"transformers.models.{arch}.modeling_{arch}").text
+    assert undefined_names(text) <= undefined_names(upstream)
     assert "_opslot_slots = {" in text
     assert "_opslot_lost_slots" not in text
 

@@ -135,7 +135,7 @@ def test_problem_of_several_architectures_is_printed_once(capsys, tmp_path):
 
 def test_help_has_examples(capsys):
     assert main(["--help"]) == 0
-    assert "patchgen --check --transformers 5.9.0 5.17.0 5.23.0" in capsys.readouterr().out
+    assert "patchgen --check --transformers 5.9.0 5.17.0 5.24.0" in capsys.readouterr().out
 
 
 def test_runs_as_a_module():

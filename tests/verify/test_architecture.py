@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, Qwen3Config
 
 from opslot import KERNEL_REGISTRY, KernelSpec
@@ -348,6 +349,16 @@ def test_inputs_that_no_form_fits_have_a_reason(monkeypatch):
     assert found.ok, str(found)
     reason = "Qwen2AudioForConditionalGeneration does not compute its loss from input_features"
     assert found.missing["audio"] == reason
+
+
+def test_checks_against_a_model_that_transformers_does_not_run_have_no_result(monkeypatch):
+    def raises(*args, **kwargs):
+        raise RuntimeError("no attribute")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", raises)
+    found = check_architecture("llama", checks=["eager", "frozen"])
+    wanted = ("unsupported", "Transformers raises RuntimeError: no attribute")
+    assert [(outcome.result, outcome.detail) for outcome in found.outcomes] == [wanted, wanted], str(found)
 
 
 @pytest.mark.quick("llama4")

@@ -21,10 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from opslot._base.errors import ConfigError
+from opslot.ops._common.documents import CACHE_ARGUMENTS, has_cache
 from opslot.slots.protocol import trained_model
 
 # Arguments of any decoder and its layers.
-_OF_TOKENS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+_OF_TOKENS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", *CACHE_ARGUMENTS}
 
 
 def transformers_model(model: nn.Module) -> Any:
@@ -162,7 +163,7 @@ class _Layers:
     def begin(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of the decoder."""
         missing = [name for name in self.names if kwargs.get(name) is None]
-        self.skipped = bool(missing) and kwargs.get("past_key_values") is None
+        self.skipped = bool(missing) and not has_cache(kwargs)
         if not self.skipped:
             return None
         device = next(decoder.parameters()).device

@@ -75,7 +75,7 @@ def alias_outputs(model: nn.Module) -> None:
     FSDP gathers parameters in backward when a gradient reaches an output. Features of images are an output too, on
     ranks with images alone, and a view of a tensor in some models.
     """
-    if feature_module(model) is not None:
+    if feature_module(model) is not None or inlined_inputs(model):
         model.register_forward_hook(_alias_outputs, prepend=True)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from opslot._base.errors import KernelError
 from opslot.models._by_document import remove_forward_pre_hooks
 from opslot.models._modalities import decoder_of
-from opslot.ops._common.documents import positions_in_documents
+from opslot.ops._common.documents import has_cache, positions_in_documents
 from opslot.slots.protocol import (
     attention_options,
     computes_attention,
@@ -99,7 +99,7 @@ def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if cu_seqlens is None:
         return None
     given = {**dict(zip(_parameters(model), args, strict=False)), **kwargs}
-    if any(given.get(name) is not None for name in ("position_ids", "attention_mask", "past_key_values")):
+    if has_cache(given) or any(given.get(name) is not None for name in ("position_ids", "attention_mask")):
         return None
     states = next((x for name in ("input_ids", "inputs_embeds") if (x := given.get(name)) is not None), None)
     if states is None or "position_ids" in _parameters(model)[: len(args)]:

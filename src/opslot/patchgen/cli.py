@@ -31,7 +31,7 @@ examples:
   patchgen mypackage.my_patch --dry-run  see whether a patch of your own applies
   patchgen --list                        the supported architectures and their slots
   patchgen --check                       do they have the same slots and upstream code as in patchgen.lock?
-  patchgen --check --transformers 5.9.0 5.17.0 5.23.0
+  patchgen --check --transformers 5.9.0 5.17.0 5.24.0
   patchgen mistral --fix                 accept what is there now, or add an architecture: write patchgen.lock
 
 exit status: 0 no problems, 1 a patch does not apply or upstream has drifted, 2 wrong use

@@ -26,7 +26,7 @@ def find_release(version: str, *, download: bool = True) -> Release:
         PatchError: it is neither installed nor cached, and cannot be (or must not be) downloaded.
     """
     if not re.fullmatch(r"\d+(\.\w+)*", version):
-        raise PatchError(f"{version!r} is not a Transformers version", hint="use one such as 5.23.0")
+        raise PatchError(f"{version!r} is not a Transformers version", hint="use one such as 5.24.0")
     installed = installed_release()
     if installed.version == version:
         return installed

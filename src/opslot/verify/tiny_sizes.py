@@ -128,6 +128,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_feature_select_strategy": "full",
     },
     "dots1": {"n_shared_experts": 1},
+    # Codes of images and audio are tokens.
+    "apertus1p5": {"image_token_offset": 58, "audio_token_offset": 60},
+    **{name: {"codebook_size": 2} for name in ("apertus1p5_vision_tokenizer", "wavtokenizer_encoder")},
+    # Runs its second layer twice.
+    "dory": {
+        "num_hidden_layers": 3,
+        **_equal(1, "n_input_layers n_recurrent_layers n_output_layers"),
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "glm5_next_text": {"index_topk": 16},
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
     "glm4v_moe_text": {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},

@@ -1,4 +1,7 @@
-"""Llama 4: layers without rotary embeddings scale queries by the position in the document, not in the row."""
+"""Llama 4: layers without rotary embeddings scale queries by the position in the document, not in the row.
+
+The model with images also runs on Transformers 5.24, where its own forward raises.
+"""
 
 from __future__ import annotations
 
@@ -35,4 +38,10 @@ patch.replace(
     "attn_scales.view((1, input_shape[-1], 1, 1))",
     "attn_scales.view((-1, input_shape[-1], 1, 1))",
 )
+patch.replace(
+    "Llama4ForConditionalGeneration.forward",
+    "self.language_model($*arguments)",
+    "with_image_outputs($match, Llama4CausalLMOutputWithPast)",
+)
+patch.add_import("opslot.models.llama4.outputs", ["with_image_outputs"])
 patch.set_attribute(_ATTENTION, KEEPS_SEQUENCES, None)

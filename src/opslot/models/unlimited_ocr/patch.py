@@ -11,6 +11,6 @@ patch = PatchConfig("transformers.models.unlimited_ocr.modeling_unlimited_ocr")
 patch.replace(
     "UnlimitedOcrTextModel.forward",
     "create_reference_sliding_window_causal_mask($*arguments)",
-    # Dense, as Transformers' own, where no kernel replaces it.
-    "(create_causal_mask($*arguments, allow_is_causal_skip=False) if past_key_values is None else $match)",
+    "reference_window_mask(create_causal_mask, create_reference_sliding_window_causal_mask, $*arguments)",
 )
+patch.add_import("opslot.models.unlimited_ocr.masks", ["reference_window_mask"])

@@ -17,6 +17,9 @@ from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences
 
 T = TypeVar("T")
 
+# What Transformers calls a cache in forwards: `cache` from 5.24, one of the others before.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+
 _INSTEAD = "it must start with 0, not decrease, and end with the number of tokens; padding is also a document"
 # The cu_seqlens last checked on a device, since a model passes the same to every layer: (tensor, version, rows, length,
 # longest).
@@ -156,13 +159,18 @@ def given_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
     return {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
 
 
+def has_cache(given: Mapping[str, Any]) -> bool:
+    """Whether a forward's arguments by name include a cache."""
+    return any(given.get(name) is not None for name in CACHE_ARGUMENTS)
+
+
 def positions_of_documents(given: Mapping[str, Any]) -> Tensor | None:
     """position_ids [B, S] of a forward's arguments where they may restart at documents; None where not."""
     positions = given.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == 4:
         # Those of the text, followed by time, height and width.
         positions = positions[0]
-    known = any(given.get(name) is not None for name in ("attention_mask", "past_key_values"))
+    known = given.get("attention_mask") is not None or has_cache(given)
     return positions if isinstance(positions, Tensor) and positions.dim() == 2 and not known else None
 
 
@@ -176,7 +184,7 @@ def positions_in_documents(cu_seqlens: Tensor, states: Tensor) -> Tensor:
 
 
 # Transformers' decoders take them in this order.
-_POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+_POSITIONAL = ("input_ids", "attention_mask", "position_ids", "cache")
 
 
 def add_documents(

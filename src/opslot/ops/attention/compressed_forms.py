@@ -17,11 +17,12 @@ ATTENTION = {
     row.hash: row
     for row in (
         Reviewed(
-            "f44f25553185",
+            "e27a284abb34",
             VARIANT,
             "one key/value head with sinks: a window, and keys that `self.compressor` makes beside it",
             "deepseek_v4",
         ),
+        Reviewed("f44f25553185", VARIANT, "the same", "deepseek_v4 before 5.24"),
     )
 }
 # Fingerprint of a compressor's forward, and where it returns which keys each query sees (`args`) instead of a mask:

@@ -50,6 +50,8 @@ EAGER = {
         Reviewed("d189a4ebb46d", "causal", "softmax in the dtype of the scores", "blip_2, kosmos2 and 5 more"),
         Reviewed("2d05e887b63f", "causal", "softmax in the dtype of the scores", "gpt2, decision_transformer"),
         Reviewed("4d2acfefb393", "causal", "softmax in the dtype of the scores", "internvl, qianfan_ocr"),
+        # Classes that pass a bias are skipped.
+        Reviewed("d6b840f2a5aa", "causal", "with a bias or None", "pp_doclayout_v2 from 5.24"),
         Reviewed("44940f1bb796", "causal", "grouped heads where the module has them", "idefics2"),
         Reviewed("2ed27278a5e5", "causal", "with the default scale over grouped heads", "llama4's vision"),
         Reviewed("d75c170d6a11", "causal", "without a mask", "vjepa2"),

@@ -44,7 +44,7 @@ _FAST_RETURN = "return self.cuda_kernels_forward(hidden_states, cache_params, at
 _SLOT = Slot(OP)
 # Functions of mamba_ssm that also convolve, called in training where that package is installed.
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined")
-_FUSED_IN_TRAINING = "self.training and cache_params is None"
+_FUSED_IN_TRAINING = "self.training and $cache is None"
 
 _CALLS = "opslot.ops.causal_conv1d.calls"
 

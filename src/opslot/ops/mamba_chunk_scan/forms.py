@@ -374,17 +374,18 @@ class LightningAttention:
     def find(self, module: ModuleView) -> Iterator[Match]:
         for name, forward in module.methods():
             if module.fingerprint(forward) in _LIGHTNING:
-                yield Match(name, OP, _SLOT.variant, partial(_write_lightning, forward))
+                cache = "cache" if "cache" in module.parameters(forward) else "past_key_values"
+                yield Match(name, OP, _SLOT.variant, partial(_write_lightning, forward, cache))
 
 
-def _write_lightning(forward: str, patch: PatchConfig) -> None:
+def _write_lightning(forward: str, cache: str, patch: PatchConfig) -> None:
     bound, documents = f"self.{_SLOT.attribute}", "cu_seqlens_in(kwargs)"
     alone = f"lightning_by_document(self, hidden_states, {documents})"
     patch.insert_before(
         forward, _LIGHTNING_START, f"if {bound} is None and {documents} is not None:\n    return {alone}, None"
     )
     patch.replace(forward, _LIGHTNING_BLOCKS, f"range(num_blocks if {bound} is None else 0)", slot=_SLOT)
-    given = f"self.slope_rate, query_states, key_states, value_states, past_key_values is not None, {documents}"
+    given = f"self.slope_rate, query_states, key_states, value_states, {cache} is not None, {documents}"
     call = f"attn_output, attn_weights_inter = lightning_attention({bound}, {given})"
     patch.replace(forward, _LIGHTNING_OUTPUT, f"if attn_output:\n    $match\nelse:\n    {call}")
     add_imports(patch, _CALLS, "lightning_attention", "lightning_by_document")

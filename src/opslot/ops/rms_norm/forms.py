@@ -120,7 +120,14 @@ NORMS = MethodForms(
             "facf4063acb8",
             "unweighted",
             "x * (1 / rms(x)), with 1 / rms(x) cast back",
-            "deepseek_v4, glm5_next, inkling2",
+            "deepseek_v4, glm5_next; inkling2 before 5.24",
+            args="{0}, self.eps{rest}",
+        ),
+        Reviewed(
+            "2b2f5190dfa8",
+            "unweighted",
+            "x / rms(x) in fp32, cast back",
+            "inkling2 and inkling2_loop from 5.24",
             args="{0}, self.eps{rest}",
         ),
         Reviewed(
