@@ -49,6 +49,54 @@ def test_boundaries_alone_separate_documents(arch, ops):
     torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
+AXES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe", "ernie4_5_vl_moe", "qwen2_5_omni_thinker", "qwen3_5"]
+
+
+@pytest.mark.quick("qwen2_5_vl-eager", "qwen2_5_vl-auto", "qwen3_5-eager")
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+@pytest.mark.parametrize("arch", AXES)
+def test_positions_that_restart_separate_documents_of_models_with_several_axes(arch, ops):
+    model = with_kernels(arch, ops)
+    both = packed(model, position_ids=positions())
+    ids = both["input_ids"]
+    boundaries = {name: value for name, value in both.items() if name != "position_ids"}
+    calls = [both, boundaries, {"input_ids": ids, "position_ids": positions()}]
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
+        for call in calls:
+            torch.testing.assert_close(model(**call).logits, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_models_whose_masks_drop_positions_need_a_kernel():
+    model = with_kernels("hunyuan_vl", "auto")
+    batch = {"input_ids": packed(model)["input_ids"], "position_ids": positions()}
+    with torch.no_grad():
+        alone = [model(input_ids=part, use_cache=False).logits for part in batch["input_ids"].split(LENGTHS, 1)]
+        torch.testing.assert_close(model(**batch).logits, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+        opslot.bind(model, "eager")
+        with pytest.raises(KernelError, match="HunYuanVLTextModel cannot keep packed documents"):
+            model(**batch)
+        opslot.restore(model)
+        model(**batch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "given", "why"),
+    [
+        ("llama", {"position_ids": torch.arange(sum(LENGTHS))[None]}, "do not restart at token 7"),
+        ("llama", {"position_ids": positions(), "use_cache": True}, "where it fills a cache.*leave out use_cache"),
+        ("qwen2_5_vl", {"position_ids": positions().expand(3, -1, -1)}, "do not restart at token 7"),
+    ],
+)
+def test_boundaries_that_masks_of_transformers_would_ignore_raise(arch, given, why):
+    model = with_kernels(arch)
+    batch = packed(model, **given)
+    with pytest.raises(KernelError, match=rf"(?s)cannot keep packed documents.*{why}"):
+        model(**batch)
+    opslot.bind(model, {"attn_implementation": "sdpa"})
+    assert _leaks(model, batch) < 1e-5
+
+
 @pytest.mark.parametrize("given", [{}, {"position_ids": positions()}])
 @pytest.mark.parametrize(
     ("arch", "ops", "why"),

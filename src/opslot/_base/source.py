@@ -20,3 +20,8 @@ def source_of(definition: Any) -> str:
 def forward_source(cls: Any) -> str:
     """The source of a class's forward; "" where there is none."""
     return source_of(inspect.unwrap(cls.forward))
+
+
+def takes_text_axis(cls: Any) -> bool:
+    """Whether a model with several axes of positions takes those of the text as a row before them: [4, B, S]."""
+    return "shape[0] == 4" in forward_source(cls)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opslot._base.source import forward_source
+from opslot._base.source import forward_source, takes_text_axis
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -59,8 +59,7 @@ class RopePositions:
     @cached_property
     def takes_text_axis(self) -> bool:
         """Whether the model takes the positions of packed documents as an axis before the others."""
-        classes = {type(module) for module in self.model.modules()}
-        return any("shape[0] == 4" in forward_source(cls) for cls in classes)
+        return any(map(takes_text_axis, {type(module) for module in self.model.modules()}))
 
     def __call__(self, input_ids: torch.Tensor, features: Mapping[str, Any]) -> torch.Tensor:
         """int64 [axes, S] for the tokens [S] of one sample.

@@ -8,12 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
+from opslot._base.source import takes_text_axis
 from opslot.models._by_document import remove_forward_pre_hooks
 from opslot.models._modalities import decoder_of
-from opslot.ops._common.documents import has_cache, positions_in_documents
+from opslot.ops._common.documents import (
+    add_documents,
+    has_cache,
+    has_position_axes,
+    masks_drop_positions,
+    positions_in_documents,
+)
 from opslot.slots.protocol import (
     attention_options,
     computes_attention,
@@ -27,9 +35,13 @@ def separate_documents(model: nn.Module) -> None:
     """Let models that would mix packed documents raise for `cu_seq_lens_q`, and others give them positions.
 
     Models that get no position_ids would count them through a whole row, and masks of Transformers are made of them.
+    Decoders with several axes of positions make masks of those of the text, which [B, S] alone do not reach.
     """
     decoder = decoder_of(model)
     for part in _models(model):
+        for applies, hook in ((_expands_positions, _add_text_axis), (masks_drop_positions, _add_boundaries)):
+            if applies(part) and hook not in part._forward_pre_hooks.values():
+                part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         # With towers, what reads documents is the language model.
         inside = decoder if decoder is not None and any(module is decoder for module in part.modules()) else part
         known = part._forward_pre_hooks.values()
@@ -42,7 +54,8 @@ def separate_documents(model: nn.Module) -> None:
 
 def stop_separating_documents(model: nn.Module) -> None:
     """Undo `separate_documents`."""
-    remove_forward_pre_hooks(model, _add_positions)
+    for own in (_add_positions, _add_text_axis, _add_boundaries):
+        remove_forward_pre_hooks(model, own)
     for module in model.modules():
         for hook in [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Reject)]:
             remove_forward_pre_hooks(module, hook)
@@ -82,11 +95,14 @@ class _Reject:
 
 
 def _counts_positions(part: Any, decoder: Any) -> bool:
-    """Whether a decoder, or a model around it, counts positions through a row, in one axis, if it gets none."""
+    """Whether a decoder, or a model around it, counts positions through a row if it gets none.
+
+    Models around a decoder with several axes derive them from images.
+    """
     variants = {found[0] for module in decoder.modules() if (found := attention_options(module)) is not None}
-    several_axes = "mrope_section" in (getattr(getattr(decoder, "config", None), "rope_parameters", None) or {})
     judged = not any(map(unknown_layers, decoder.modules()))
-    return "position_ids" in _parameters(part) and "bidirectional" not in variants and judged and not several_axes
+    counts = part is decoder or not has_position_axes(decoder)
+    return "position_ids" in _parameters(part) and "bidirectional" not in variants and judged and counts
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -105,3 +121,25 @@ def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if states is None or "position_ids" in _parameters(model)[: len(args)]:
         return None
     return args, {**kwargs, "position_ids": positions_in_documents(cu_seqlens, states)}
+
+
+def _expands_positions(part: nn.Module) -> bool:
+    return takes_text_axis(type(part)) and "position_ids" in _parameters(part)
+
+
+def _add_text_axis(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: position_ids [B, S] as [4, B, S], those of the text before those of each axis."""
+    names = _parameters(model)[: len(args)]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    positions = given.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return None
+    expanded = positions.expand(4, -1, -1)
+    if "position_ids" not in names:
+        return args, {**kwargs, "position_ids": expanded}
+    return tuple(expanded if value is positions else value for value in args), kwargs
+
+
+def _add_boundaries(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`add_documents`, as a function that only `stop_separating_documents` removes."""
+    return None if torch.compiler.is_compiling() else add_documents(model, args, kwargs)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.host_values import host_values
+from opslot._base.source import takes_text_axis
 from opslot.ops._common.arguments import reject
 from opslot.slots import walk_slots
 from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences
@@ -172,6 +173,25 @@ def positions_of_documents(given: Mapping[str, Any]) -> Tensor | None:
         positions = positions[0]
     known = given.get("attention_mask") is not None or has_cache(given)
     return positions if isinstance(positions, Tensor) and positions.dim() == 2 and not known else None
+
+
+def has_position_axes(model: Any) -> bool:
+    """Whether the rotary embedding of a decoder takes positions of several axes: time, height and width."""
+    return "mrope_section" in (getattr(getattr(model, "config", None), "rope_parameters", None) or {})
+
+
+def masks_drop_positions(model: Any) -> bool:
+    """Whether a decoder with several axes of positions makes its masks without any of them."""
+    return has_position_axes(model) and not any(takes_text_axis(type(module)) for module in model.modules())
+
+
+def continued_at(positions: Tensor, cu_seqlens: Tensor) -> int | None:
+    """The first token that starts a document of `cu_seqlens` and continues the positions [B, S] of the one before."""
+    continues = torch.zeros_like(positions, dtype=torch.bool)
+    continues[:, 1:] = positions.diff(dim=1) == 1
+    starts = cu_seqlens[cu_seqlens < positions.numel()].to(positions.device, torch.long)
+    found = starts[continues.flatten()[starts]]
+    return int(found[0]) if len(found) else None
 
 
 def positions_in_documents(cu_seqlens: Tensor, states: Tensor) -> Tensor:

@@ -23,6 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.documents import (
+    continued_at,
+    given_arguments,
+    has_cache,
+    masks_drop_positions,
+    positions_of_documents,
+)
 from opslot.ops._common.model_config import head_sizes
 from opslot.ops.attention.calls import CU_SEQLENS
 from opslot.ops.attention.cases import CASES, benchmark_case
@@ -120,24 +127,46 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
     implementation = str(model.config._attn_implementation)
     if kwargs.get("cu_seq_lens_q") is None or "flash" in implementation:
         return
-    mask = kwargs.get("attention_mask")
-    # Of rows that are padded: Transformers does not look at positions.
-    padding = isinstance(mask, Tensor) and mask.dim() == 2
-    if by_position and kwargs.get("position_ids") is not None and not padding:
-        return
-    why = _skipped(model)
-    ignores = f"Transformers' {implementation} ignores cu_seq_lens_q"
-    if by_position and padding:
-        ignores += ", and position_ids where it gets an attention_mask"
+    given = given_arguments(args, kwargs)
+    mask = given.get("attention_mask")
+    why, found, first = _skipped(model), f"Transformers' {implementation} ignores cu_seq_lens_q", ""
+    if by_position and given.get("position_ids") is not None:
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            # Of rows that are padded: Transformers does not look at positions.
+            found, first = f"{found}, and position_ids where it gets an attention_mask", "leave out attention_mask, or "
+        elif mask is not None:
+            return
+        elif has_cache(given) or given.get("use_cache"):
+            found, first = f"{found}, and position_ids where it fills a cache", "leave out use_cache, or "
+        else:
+            token = _not_separated(given)
+            if token is None:
+                return
+            found = f"{found}, and position_ids do not restart at token {token}, where a document starts"
+            first = "pass position_ids [B, S] that restart at each document, or "
     raise KernelError(
         f"{type(model).__name__} cannot keep packed documents (cu_seq_lens_q) apart",
-        found=f"{why}, and {ignores}" if why else ignores,
+        found=f"{why}, and {found}" if why else found,
         hint=(
-            ("leave out attention_mask, or " if by_position and padding else "")
+            first
             + ("" if why else "bind a kernel of attention, e.g. attn_implementation: sdpa, or ")
             + "pass each document in a row of its own, padded, with an attention_mask"
         ),
     )
+
+
+def _not_separated(given: Mapping[str, Any]) -> int | None:
+    """The first token of `cu_seq_lens_q` at which positions do not separate documents; None where all do.
+
+    A compiled model cannot read them.
+    """
+    positions, cu_seqlens = positions_of_documents(given), given["cu_seq_lens_q"]
+    if torch.compiler.is_compiling():
+        return None
+    if positions is not None:
+        return continued_at(positions, cu_seqlens)
+    inner = cu_seqlens[(cu_seqlens > 0) & (cu_seqlens < given["position_ids"].shape[-1])]
+    return int(inner[0]) if len(inner) else None
 
 
 def _reject_mixed_documents(model: Any) -> Any:
@@ -146,7 +175,8 @@ def _reject_mixed_documents(model: Any) -> Any:
         return None
     variants = {found[0] for module in _modules_of(model) if (found := attention_options(module)) is not None}
     # Masks that hide later tokens are made of positions too; others are of padding alone.
-    by_position = "bidirectional" not in variants and not keeps_itself(model) and not masks_ignore_positions(model)
+    ignored = masks_ignore_positions(model) or masks_drop_positions(model)
+    by_position = "bidirectional" not in variants and not keeps_itself(model) and not ignored
     return model.register_forward_pre_hook(partial(_reject_documents, by_position), with_kwargs=True)
 
 
