@@ -154,10 +154,23 @@ def shard_model(
         load(model)
     _check_memory(model)
     if is_sharded:
+        model.register_forward_hook(_reshard_without_grad)
         _check_dtypes(model)
         if state.world_size == 1:
             _gather_once(model)
     return model
+
+
+def _reshard_without_grad(model: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook: shard what FSDP leaves gathered for a backward pass that does not come.
+
+    Clipping and new optimizers would get the gathered parameters, and the next forward pass values before a step.
+    """
+    if torch.is_grad_enabled():
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def needs_fsdp(
