@@ -80,14 +80,14 @@ def encode(encoder, tmp_path, records, name="a.jsonl"):
 
 
 def trained_parts(tokenizer, tokens):
-    """Texts of the runs of trained tokens."""
+    """Texts of the runs of labels."""
     parts, run = [], []
     for token, label in zip(tokens["token"].tolist(), tokens["label"].tolist(), strict=True):
-        assert label in (token, IGNORE_INDEX)
+        assert label in (token, IGNORE_INDEX, tokenizer.eos_token_id)
         if label == IGNORE_INDEX:
             parts, run = [*parts, *([run] if run else [])], []
         else:
-            run = [*run, token]
+            run = [*run, label]
     return [tokenizer.decode(ids) for ids in [*parts, *([run] if run else [])]]
 
 
@@ -136,7 +136,11 @@ def test_end_of_an_answer_without_a_special_token(chat_tokenizer, tmp_path, temp
     (tokens, question), _ = encode(encoder, tmp_path, [{"messages": TALK[1:]}, {"messages": TALK[1:4]}])
     end = "<|im_end|>" * append_eos
     parts = ["".join(part.split()) for part in trained_parts(chat_tokenizer, tokens)]
-    assert parts == ["helloü", f"4{end}"]
+    assert parts == [f"helloü{end}", f"4{end}"]
+    # Only the label of the token after the earlier answer differs from it.
+    moved = (tokens["label"] != tokens["token"]) & (tokens["label"] != IGNORE_INDEX)
+    assert chat_tokenizer.decode(tokens["label"][moved]) == end
+    assert moved.sum() == append_eos
     assert chat_tokenizer.decode(tokens["token"]) == chat_tokenizer.apply_chat_template(TALK[1:], tokenize=False) + end
     assert not chat_tokenizer.decode(question["token"]).endswith("<|im_end|>")
 

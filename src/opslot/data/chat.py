@@ -8,8 +8,9 @@ Which tokens are trained:
   to and including it. White space after the token that ends the turn is not trained.
 - A token is trained if one of its characters is in a trained part: the first token of an answer often holds the space
   before it, which the template may not mark.
-- Where a template ends an answer without a special token (LLaVA, GLM), `append_eos` appends the end-of-sequence token
-  to a conversation that ends with one, so that the model learns to stop.
+- Where a template ends an answer without a special token (LLaVA, GLM), `append_eos` lets the model learn to stop: the
+  end-of-sequence token is appended to a conversation that ends with an answer, and after an earlier answer it is the
+  label of the token that follows, whose own place in the context does not change.
 
 A template may render earlier turns differently when others follow: Qwen3's removes the reasoning of turns before the
 last question. Such a conversation becomes several samples: a sample grows turn by turn as long as each rendering is a
@@ -61,11 +62,14 @@ class Rendered:
     Attributes:
         spans: start and end of the trained parts, in characters; None if everything is trained.
         messages: those that the text renders; none without a template.
+        stops: the last character of each answer after which the end-of-sequence token is predicted instead of the next
+            turn, and the end of its turn.
     """
 
     text: str
     spans: list[tuple[int, int]] | None
     messages: Sequence[Message] = ()
+    stops: Sequence[tuple[int, int]] = ()
 
 
 class ChatEncoder(SampleEncoder):
@@ -105,6 +109,7 @@ class ChatEncoder(SampleEncoder):
             )
         self.train_on = train_on
         self.end = (tokenizer.eos_token or "") if append_eos else ""
+        self.end_id = tokenizer.eos_token_id
         self.plain = plain or not tokenizer.chat_template
         self._in_form = ContentForms(self._apply_template)
         added = tokenizer.added_tokens_decoder.values() if is_fast else ()
@@ -176,17 +181,36 @@ class ChatEncoder(SampleEncoder):
 
     def _conversation(self, messages: list[Message], tools: Any, first: int) -> list[Rendered]:
         """Samples of a conversation in which the assistant's turns from `first` on are trained."""
-        return [self._ended(sample) for sample in self._rendered_turns(messages, tools, first)]
+        return [self._ended(sample, tools) for sample in self._rendered_turns(messages, tools, first)]
 
-    def _ended(self, sample: Rendered) -> Rendered:
-        """The sample with the end-of-sequence token after an answer that ends with no special token."""
+    def _ended(self, sample: Rendered, tools: Any) -> Rendered:
+        """The sample with the end-of-sequence token after answers that end with no special token."""
         text, spans = sample.text, sample.spans
-        if spans == [] or sample.messages[-1]["role"] != "assistant" or text.rstrip().endswith(self._special):
+        if not self.end or spans == []:
             return sample
-        ended = f"{text}{self.end}"
-        if spans is not None:
-            spans = [*spans, (len(text), len(ended))]
-        return Rendered(ended, spans, sample.messages)
+        stops = self._stops(sample, tools)
+        if sample.messages[-1]["role"] == "assistant" and not self._is_ended(text):
+            ended = f"{text}{self.end}"
+            return Rendered(ended, spans and [*spans, (len(text), len(ended))], sample.messages, stops)
+        return Rendered(text, spans, sample.messages, stops)
+
+    def _is_ended(self, text: str) -> bool:
+        return text.rstrip().endswith(self._special)
+
+    def _stops(self, sample: Rendered, tools: Any) -> list[tuple[int, int]]:
+        """Of each trained answer before the last turn that ends with no special token, its last character and end."""
+        trained = {len(sample.text[:end].rstrip()) for _, end in sample.spans or ()}
+        if all(self._is_ended(sample.text[:end]) for end in trained):
+            return []
+        found = []
+        for number, message in enumerate(sample.messages[:-1], 1):
+            if message["role"] != "assistant" or sample.messages[number]["role"] == "assistant":
+                continue
+            turn = self._render(list(sample.messages[:number]), tools)[0]
+            length = len(turn.rstrip())
+            if length in trained and sample.text.startswith(turn) and not self._is_ended(turn):
+                found.append((length - 1, len(turn)))
+        return found
 
     def _rendered_turns(self, messages: list[Message], tools: Any, first: int) -> list[Rendered]:
         full, marked = self._render(messages, tools)
@@ -279,10 +303,26 @@ class ChatEncoder(SampleEncoder):
         for (where, sample), ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             labeled = np.empty(len(ids), LABELED)
             labeled["token"] = ids
-            labeled["label"] = np.where(trained_tokens(sample.spans, offsets), ids, IGNORE_INDEX)
+            labeled["label"] = self.labels(ids, sample.spans, sample.stops, offsets)
             kept = self.limited(where, labeled, problems, counts)
             if self.is_trained(kept, counts):
                 yield kept
+
+    def labels(
+        self,
+        ids: Sequence[int],
+        spans: list[tuple[int, int]] | None,
+        stops: Sequence[tuple[int, int]],
+        offsets: list[tuple[int, int]],
+    ) -> np.ndarray:
+        """Labels [S] of tokens [S] whose characters are at `offsets`; spans and stops as in `Rendered`."""
+        labels = np.where(trained_tokens(spans, offsets), ids, IGNORE_INDEX)
+        starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        for last, end in stops:
+            following = np.flatnonzero(ends > end)[:1]
+            # A token that also holds the end of the answer leaves no place between them.
+            labels[following[starts[following] > last]] = self.end_id
+        return labels
 
     def is_trained(self, tokens: np.ndarray | None, counts: Counter[str]) -> bool:
         """Whether a token is trained; counts samples without. The first token of a sample is never predicted."""

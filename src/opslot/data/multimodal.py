@@ -21,7 +21,7 @@ import torch
 from opslot._base.errors import ConfigError, DataError
 from opslot._base.source import source_of
 from opslot.data.audio import load_audio, load_audio_track
-from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
+from opslot.data.chat import ChatEncoder, Rendered
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
 from opslot.data.encoder_cost import encoder_cost
@@ -174,7 +174,7 @@ class MultimodalEncoder(ChatEncoder):
         ids = inputs["input_ids"][0]
         tokens = np.empty(len(ids), LABELED)
         tokens["token"] = ids
-        tokens["label"] = np.where(self._trained(sample, loaded, ids, expanded), ids, IGNORE_INDEX)
+        tokens["label"] = self._labels(sample, loaded, ids, expanded)
         if self.has_prefix:
             description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
         problem = cut_audio(self._component("audio"), loaded["audio"], inputs.get("feature_attention_mask"))
@@ -195,8 +195,8 @@ class MultimodalEncoder(ChatEncoder):
             return ""
         return audio_without_tokens(self._component("audio"), audio, token, text, expanded)
 
-    def _trained(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
-        """Whether each of a sample's tokens [S] is trained.
+    def _labels(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
+        """Labels of a sample's tokens [S].
 
         Args:
             loaded: its images, videos and audio.
@@ -209,10 +209,12 @@ class MultimodalEncoder(ChatEncoder):
                 break
         else:
             raise SampleError(f"{type(self.processor).__name__} returns other tokens than its text has")
-        spans = sample.spans
+        spans, stops = sample.spans, sample.stops
         if spans is not None:
-            spans = moved_spans(sample.text, expanded, spans, self._placeholders(sample.text))
-        return trained_tokens(spans, encoded["offset_mapping"])
+            placeholders = self._placeholders(sample.text)
+            spans = moved_spans(sample.text, expanded, spans, placeholders)
+            stops = moved_spans(sample.text, expanded, list(stops), placeholders)
+        return self.labels(ids.tolist(), spans, stops, encoded["offset_mapping"])
 
     def features(self, extra: bytes, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Features, and "position_ids" [axes, S], of a document with tokens [S].

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens that are all trained, or all not.
+    """Consecutive tokens that are all trained, with labels of one kind, or all not.
 
     Attributes:
         labels: of the tokens where they are not the tokens themselves, as in classification.
@@ -32,7 +32,8 @@ def parts_of(tokenizer: PreTrainedTokenizerBase, input_ids: Any, labels: Any) ->
     """The parts of one document, from its int64 [S] tokens and labels as a trainer gives them to the model."""
     ids, targets = np.asarray(input_ids), np.asarray(labels)
     trained = targets != IGNORE_INDEX
-    changes = np.flatnonzero(np.diff(trained)) + 1
+    # After an answer, the label can be the end-of-sequence token instead of the token that follows.
+    changes = np.flatnonzero(np.diff(trained) | np.diff(trained & (targets != ids))) + 1
     bounds = [0, *changes.tolist(), len(ids)]
     parts = []
     for start, stop in itertools.pairwise(bounds):

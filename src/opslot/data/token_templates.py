@@ -18,6 +18,7 @@ import torch
 
 from opslot._base.errors import ConfigError
 from opslot.data.chat import Message, Rendered
+from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
 from opslot.data.multimodal import REJECTED, MultimodalEncoder
 
@@ -58,7 +59,7 @@ class TokenTemplateEncoder(MultimodalEncoder):
         spans = None if self.train_on == "all" else [(turn, turn + 1) for turn in turns]
         return [Rendered(text, spans, messages)]
 
-    def _trained(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
+    def _labels(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
         trained = np.full(len(ids), sample.spans is None)
         known = json.loads(sample.text)
         messages = self._with_media(known["messages"], loaded) if sample.spans else []
@@ -71,7 +72,7 @@ class TokenTemplateEncoder(MultimodalEncoder):
                     "data.train_on: last"
                 )
             trained[len(before) : len(through)] = True
-        return trained
+        return np.where(trained, ids, IGNORE_INDEX)
 
     def _process(
         self, description: dict[str, Any], loaded: dict[str, list[Any]], tracks: Sequence[int | None]
