@@ -1,8 +1,10 @@
 import pytest
 import torch
+import transformers
 
 from opslot.trainer.config import OptimizerConfig, TrainConfig
 from opslot.trainer.optimizer import build_optimizer, learning_rate
+from opslot.verify.tiny import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,31 @@ def test_weight_decay_of_matrices_only_and_no_frozen_parameters():
     assert decayed["weight_decay"] == 0.3
     assert free["weight_decay"] == 0.0
     assert len(free["params"]) == 4
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "muon"])
+@pytest.mark.parametrize(
+    ("arch", "vectors"),
+    [
+        ("gpt_oss", ["gate_up_proj_bias", "down_proj_bias", "sinks"]),
+        ("mamba", ["A_log", "D"]),
+        ("kimi_linear", ["A_log"]),
+        ("rwkv", ["time_mix_key"]),
+    ],
+)
+def test_stacked_biases_and_decay_rates_are_not_matrices(arch, vectors, name):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config(arch))
+    train = TrainConfig(weight_decay=0.3, optimizer=OptimizerConfig(name=name))
+    groups = build_optimizer(model, train).param_groups
+    own = {id(p): group for group in groups for p in group["params"]}
+    found = [own[id(p)] for path, p in model.named_parameters() if path.rpartition(".")[2] in vectors]
+    assert len(found) >= len(vectors)
+    assert not any(group["weight_decay"] or group.get("use_muon") for group in found)
+    matrices = [
+        own[id(p)]
+        for path, p in model.named_parameters()
+        if path.endswith(("q_proj.weight", "_proj", "key.weight", "in_proj.weight"))
+    ]
+    assert all(group["weight_decay"] == 0.3 for group in matrices)
+    assert matrices

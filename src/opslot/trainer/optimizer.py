@@ -20,7 +20,7 @@ from opslot.trainer.config import OptimizerConfig, TrainConfig
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters; weight decay on matrices that are not embeddings.
+    """The optimizer of the trainable parameters; weight decay on matrices (`_is_matrix`) that are not embeddings.
 
     Each group has its "lr_scale", the ratio of its peak learning rate to `train.lr`.
 
@@ -36,7 +36,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     own = _group_settings(settings.groups or [], named)
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in named.items():
-        decayed = parameter.ndim >= 2 and id(parameter) not in embeddings
+        decayed = _is_matrix(name, parameter) and id(parameter) not in embeddings
         decay = own[name].get("weight_decay", train.weight_decay if decayed else 0.0)
         lr = own[name].get("lr", lr_of.get(name, train.lr))
         groups.setdefault((lr / train.lr, decay, id(parameter) in hidden), []).append(parameter)
@@ -85,7 +85,19 @@ def _hidden_matrices(model: nn.Module) -> set[int]:
     excluded = {id(p) for module in outside if module is not None for p in module.parameters()}
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     excluded |= {id(p) for m in model.modules() if isinstance(m, convolutions) for p in m.parameters()}
-    return {id(p) for p in model.parameters() if p.ndim in (2, 3) and id(p) not in excluded}
+    named = model.named_parameters()
+    return {id(p) for name, p in named if p.ndim in (2, 3) and _is_matrix(name, p) and id(p) not in excluded}
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix, a stack of them or a kernel of a convolution.
+
+    Biases of stacked experts have two dims too, as have decay rates and skip weights of state-space layers: one for
+    each channel and state, or each head.
+    """
+    own = name.rpartition(".")[2]
+    is_vector = parameter.ndim < 2 or (parameter.ndim > 2 and parameter.numel() == max(parameter.shape))
+    return not (is_vector or own.endswith("bias") or own in ("A_log", "D"))
 
 
 def _group_settings(
