@@ -26,12 +26,7 @@ from opslot.distributed.fsdp import _find_layers
 from opslot.distributed.gradient_norm import clip_grad_norm_on_host
 from opslot.models.parallelize import parallel_plan
 from tests.distributed import tiny
-
-
-def loss_of(model, state):
-    batch = {name: value[state.dp_rank :: state.dp_size] for name, value in tiny.rows(0).items()}
-    targets = int((tiny.rows(0)["labels"][:, 1:] != -100).sum())
-    return model(**shard_sequence(batch, state), use_cache=False, num_items_in_batch=torch.tensor(targets)).loss
+from tests.distributed.tiny import loss_of
 
 
 def structure(cpu_offload):
@@ -101,32 +96,6 @@ def experts_of_one_rank(in_fsdp, options):
 )
 def test_experts_of_one_rank_train_without_fsdp_as_with_it(ranks, options):
     assert ranks.run(experts_of_one_rank, False, options) == ranks.run(experts_of_one_rank, True, options)
-
-
-def forward_without_gradients(reshard, peek):
-    """Two steps, each with or without a forward pass under no_grad between backward and clipping."""
-    state = init_parallel_state(device_type="cpu")
-    torch.manual_seed(0)
-    model = opslot.parallelize(tiny.build("llama", "eager"), state, reshard_after_forward=reshard).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for _ in range(2):
-        loss = loss_of(model, state)
-        loss.backward()
-        if peek:
-            with torch.no_grad():
-                loss_of(model, state)
-        norm = clip_grad_norm(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [float(loss), float(norm)]
-    return found
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_forward_without_gradients_before_a_step_changes_nothing(ranks, reshard):
-    plain, peeked = (ranks.run(forward_without_gradients, reshard, peek) for peek in (False, True))
-    assert peeked == plain
 
 
 FUSED_NORM = {"preset": "eager", "rms_norm_implementation": "triton"}

@@ -194,3 +194,12 @@ def assert_gradients_close(of_ranks: list[dict[str, list[Any]]], expected: dict[
         assert found.keys() == expected.keys()
         for name, grad in found.items():
             torch.testing.assert_close(torch.tensor(grad), torch.tensor(expected[name]), atol=1e-5, rtol=1e-4, msg=name)
+
+
+def loss_of(model: Any, state: Any) -> Any:
+    """This rank's part of the loss of one batch."""
+    from opslot.distributed import shard_sequence
+
+    batch = {name: value[state.dp_rank :: state.dp_size] for name, value in rows(0).items()}
+    targets = int((rows(0)["labels"][:, 1:] != -100).sum())
+    return model(**shard_sequence(batch, state), use_cache=False, num_items_in_batch=torch.tensor(targets)).loss
