@@ -513,3 +513,31 @@ def test_unsupported_key_size_is_reported_when_bound():
         assert KERNEL_REGISTRY.resolve(request).chosen == chosen
     with pytest.raises(ConfigError, match="keys up to 256 wide, this module's are 512"):
         KERNEL_REGISTRY.resolve(request, "triton")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "supported"),
+    [
+        ((8, 9), torch.float32, 256, False),
+        ((12, 0), torch.float32, 129, False),
+        ((8, 9), torch.float32, 128, True),
+        ((8, 9), torch.bfloat16, 256, True),
+        ((9, 0), torch.float32, 256, True),
+    ],
+)
+def test_wide_keys_in_float32_need_more_than_99_kib(capability, dtype, width, supported):
+    pytest.importorskip("triton")
+    module = torch.nn.Module()
+    module.head_k_dim = width
+    request = KernelRequest("chunk_gated_delta_rule", "standard", DeviceFacts("gpu", capability), dtype, module)
+    reason = KERNEL_REGISTRY.get(request.op_name, "standard", "triton").supports(request)
+    assert (reason is None) == supported
+    assert supported or f"up to 128 wide in float32, this module's are {width}" in reason
+
+
+def test_call_with_wide_keys_in_float32_raises_on_gpus_with_99_kib(monkeypatch):
+    given = inputs(8, width=136, dtype=torch.float32)
+    kernel = load_triton(given["g"])
+    monkeypatch.setattr("opslot.ops.chunk_gated_delta_rule.triton.shared_memory", lambda device: 99 * 1024)
+    with pytest.raises(KernelError, match="cannot take key: its heads are 136 wide, the limit is 128 in float32"):
+        kernel(**given)
