@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import signal
 from abc import ABC, abstractmethod
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from opslot._base.errors import DataError, TrainingError
-from opslot._base.files import remove_temporary_files, write_json, write_text
 from opslot.checkpoint.training_state import load_snapshot, read_state, take_snapshot
 from opslot.data.collation import count_targets
 from opslot.distributed import (
@@ -48,8 +46,9 @@ from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
 from opslot.trainer.loss_scaling import LossScaler
 from opslot.trainer.optimizer import build_optimizer, learning_rate, require_same_optimizer, set_learning_rate
+from opslot.trainer.output_folder import write_description
 from opslot.trainer.output_lock import OutputLock
-from opslot.trainer.parse import config_changes, to_yaml
+from opslot.trainer.parse import config_changes
 from opslot.trainer.prepare import prepare_model
 from opslot.trainer.random_states import random_states, restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
@@ -255,7 +254,7 @@ class BaseTrainer(ABC):
         with contextlib.ExitStack() as locked:
             on_first_rank(self._lock.acquire)
             locked.callback(self._lock.release)
-            on_first_rank(self._write_description)
+            on_first_rank(lambda: write_description(self.output_dir, self.config, self.model))
             record, completed = self._run_steps()
         return TrainResult(self.step, completed, record, None if completed else self._stop_signal)
 
@@ -477,17 +476,6 @@ class BaseTrainer(ABC):
             self.say(f"changed since that checkpoint: {change}")
         if self._is_done():
             self.say(f"step {self.step} was the last one; nothing left to train")
-
-    def _write_description(self) -> None:
-        remove_temporary_files(self.output_dir)
-        text, path = to_yaml(self.config), self.output_dir / "config.yaml"
-        if path.is_file() and path.read_bytes() != text.encode():
-            numbers = itertools.count(1)
-            older = next(file for n in numbers if not (file := path.with_name(f"config.{n}.yaml")).exists())
-            path.rename(older)
-        write_text(path, text)
-        write_text(self.output_dir / "kernels.txt", f"{explain(self.model)}\n")
-        write_json(self.output_dir / "kernels.json", explain(self.model).to_dict())
 
     @contextlib.contextmanager
     def _closing_callbacks(self) -> Iterator[None]:

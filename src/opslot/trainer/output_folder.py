@@ -1,13 +1,19 @@
-"""Checks of the output folder before a run: it can be written, and its checkpoints belong to this run."""
+"""The output folder: checks before a run that it can be written and holds this run's checkpoints; its description."""
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 
+from torch import nn
+
+from opslot._base.files import remove_temporary_files, write_json, write_text
 from opslot.checkpoint.training_state import STATE_FILE, is_complete
+from opslot.slots import explain
 from opslot.trainer.checkpointing import CHECKPOINTS, damaged_checkpoints, find_checkpoints, newer_checkpoints, step_of
-from opslot.trainer.config import TrainConfig
+from opslot.trainer.config import RunConfig, TrainConfig
+from opslot.trainer.parse import to_yaml
 
 
 def check_output(train: TrainConfig, problems: list[str]) -> Path | None:
@@ -73,3 +79,16 @@ def _unwritable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror}: {ancestor}); choose another folder"
+
+
+def write_description(folder: Path, config: RunConfig, model: nn.Module) -> None:
+    """Write the configuration of the run, keeping others that are there, and its kernels."""
+    remove_temporary_files(folder)
+    text, path = to_yaml(config), folder / "config.yaml"
+    if path.is_file() and path.read_bytes() != text.encode():
+        numbers = itertools.count(1)
+        older = next(file for n in numbers if not (file := path.with_name(f"config.{n}.yaml")).exists())
+        path.rename(older)
+    write_text(path, text)
+    write_text(folder / "kernels.txt", f"{explain(model)}\n")
+    write_json(folder / "kernels.json", explain(model).to_dict())

@@ -319,6 +319,18 @@ def test_triton_gradients_of_zero_negative_and_tiny_beta(beta, channels):
     assert_like_fp64(given | {"use_qk_l2norm_in_kernel": True})
 
 
+def test_triton_gradients_are_the_same_with_less_shared_memory(monkeypatch):
+    """In float32 the loads of GPUs with 99 KiB have another order."""
+    from opslot.ops.chunk_gated_delta_rule.kernels import call
+
+    given = inputs(70, k_heads=1, heads=2, dtype=torch.float32, channels=(16,))
+    expected = gradients(load_triton(given["g"])(**given)[:1], leaves_of(given))
+    monkeypatch.setattr(call, "shared_memory", lambda device: 99 * 1024)
+    assert call.prepare(list(given.values()), None, False).plan.keys_last
+    found = gradients(load_triton(given["g"])(**given)[:1], leaves_of(given))
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("channels", [(), (16,)])
 def test_triton_reads_strided_heads_without_copying(channels):
     given = inputs(20, batch=2, k_heads=1, heads=2, dtype=torch.float32, channels=channels)
@@ -501,3 +513,31 @@ def test_unsupported_key_size_is_reported_when_bound():
         assert KERNEL_REGISTRY.resolve(request).chosen == chosen
     with pytest.raises(ConfigError, match="keys up to 256 wide, this module's are 512"):
         KERNEL_REGISTRY.resolve(request, "triton")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "supported"),
+    [
+        ((8, 9), torch.float32, 256, False),
+        ((12, 0), torch.float32, 129, False),
+        ((8, 9), torch.float32, 128, True),
+        ((8, 9), torch.bfloat16, 256, True),
+        ((9, 0), torch.float32, 256, True),
+    ],
+)
+def test_wide_keys_in_float32_need_more_than_99_kib(capability, dtype, width, supported):
+    pytest.importorskip("triton")
+    module = torch.nn.Module()
+    module.head_k_dim = width
+    request = KernelRequest("chunk_gated_delta_rule", "standard", DeviceFacts("gpu", capability), dtype, module)
+    reason = KERNEL_REGISTRY.get(request.op_name, "standard", "triton").supports(request)
+    assert (reason is None) == supported
+    assert supported or f"up to 128 wide in float32, this module's are {width}" in reason
+
+
+def test_call_with_wide_keys_in_float32_raises_on_gpus_with_99_kib(monkeypatch):
+    given = inputs(8, width=136, dtype=torch.float32)
+    kernel = load_triton(given["g"])
+    monkeypatch.setattr("opslot.ops.chunk_gated_delta_rule.triton.shared_memory", lambda device: 99 * 1024)
+    with pytest.raises(KernelError, match="cannot take key: its heads are 136 wide, the limit is 128 in float32"):
+        kernel(**given)

@@ -1,8 +1,7 @@
 """Masks without a tensor of every query and key: what Transformers' mask functions hide, as documents and chunks.
 
-Transformers calls the implementation's mask function with a function of (batch, head, query, key). Those that
-Transformers defines are read here: a window reaches the kernel as `sliding_window`, packed documents and padding
-as `cu_seq_lens_q`, computed once a step. Other masks are computed by the kernel's own mask function.
+A window reaches the kernel as `sliding_window`, packed documents and padding as `cu_seq_lens_q`, computed once a step.
+Masks that `mask_patterns.py` cannot read are computed by the kernel's own mask function.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from transformers import masking_utils
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.arguments import in_autocast_dtype
+from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, Pattern, by_index, pattern_of
 from opslot.slots.protocol import FIRST_PADDING
-
-_MODULE = masking_utils.__name__
 
 
 class Keys(NamedTuple):
@@ -151,89 +149,7 @@ def _split_once(cu_seqlens: Tensor, tokens: int, chunk: int) -> Tensor:
     return result
 
 
-class _Pattern(NamedTuple):
-    """What a mask function hides; `documents` int [B, S] are ids of the documents of a row."""
-
-    causal: bool | None = None
-    window: int | None = None
-    chunk: int | None = None
-    documents: Tensor | None = None
-
-
-_BIDIRECTIONAL = _Pattern(causal=False)
-
-
-def _read(function: Any) -> _Pattern | None:
-    """The pattern of one of Transformers' mask functions; None for any other function."""
-    if getattr(function, "__module__", None) != _MODULE:
-        return None
-    name = function.__qualname__
-    if name == "causal_mask_function":
-        return _Pattern(causal=True)
-    if name == "bidirectional_mask_function":
-        return _Pattern(causal=False)
-    cells = _cells(function)
-    match name.partition(".")[0]:
-        case "sliding_window_overlay":
-            return _Pattern(window=cells["sliding_window"])
-        case "chunked_overlay":
-            return _Pattern(chunk=cells["chunk_size"])
-        case "packed_sequence_mask_function":
-            return _Pattern(documents=cells["packed_sequence_mask"])
-        case "remap_positions_for_packed_sequence":
-            return _read(cells["mask_function"])
-        case "and_masks":
-            return _merged([_read(part) for part in cells["mask_functions"]])
-    return None
-
-
-def _cells(function: Any) -> dict[str, Any]:
-    """The variables of a closure."""
-    contents = (cell.cell_contents for cell in function.__closure__ or ())
-    return dict(zip(function.__code__.co_freevars, contents, strict=True))
-
-
-def _by_index(function: Any) -> Any:
-    """A mask function of packed documents that gets indices of tokens in the row, not positions in their documents.
-
-    Transformers passes positions to all parts of a mask, also to those that look up what a token is, such as the image
-    that it belongs to. Without chunks, the other parts depend on differences of positions alone.
-    """
-    if getattr(function, "__module__", None) != _MODULE:
-        return function
-    name = function.__qualname__.partition(".")[0]
-    if name in ("and_masks", "or_masks"):
-        return getattr(masking_utils, name)(*map(_by_index, _cells(function)["mask_functions"]))
-    if name == "remap_positions_for_packed_sequence" and not _has_chunks(inner := _cells(function)["mask_function"]):
-        return inner
-    return function
-
-
-def _has_chunks(function: Any) -> bool:
-    if getattr(function, "__module__", None) != _MODULE:
-        return False
-    parts = _cells(function).get("mask_functions", ()) if function.__closure__ else ()
-    return function.__qualname__.startswith("chunked_overlay") or any(map(_has_chunks, parts))
-
-
-def pattern_of(mask_function: Any) -> _Pattern | None:
-    """The pattern of a whole mask; None where it cannot be read."""
-    pattern = _read(mask_function)
-    return None if pattern is None or pattern.causal is None else pattern
-
-
-def _merged(parts: list[_Pattern | None]) -> _Pattern | None:
-    """Both of two patterns; None if their combination is not a pattern."""
-    found = _Pattern()
-    for part in parts:
-        given = {} if part is None else {name: value for name, value in part._asdict().items() if value is not None}
-        if part is None or any(getattr(found, name) is not None for name in given):
-            return None
-        found = found._replace(**given)
-    return found
-
-
-def _layout(pattern: _Pattern, attention_mask: Tensor | None) -> Layout | str | None:
+def _layout(pattern: Pattern, attention_mask: Tensor | None) -> Layout | str | None:
     """The layout of the global sequences; None if only causality limits attention; a string if it cannot be derived."""
     starts, keys, unseeing = None, None, None
     if pattern.documents is not None:
@@ -241,7 +157,7 @@ def _layout(pattern: _Pattern, attention_mask: Tensor | None) -> Layout | str | 
     elif attention_mask is not None and not bool(attention_mask.all()):
         real = attention_mask.bool()
         starts = real.diff(dim=-1)
-        keys = Keys.of(attention_mask) if pattern == _BIDIRECTIONAL else None
+        keys = Keys.of(attention_mask) if pattern == BIDIRECTIONAL else None
         if pattern.causal and not bool(real[:, 0].all()):
             unseeing = real.cumsum(-1) == 0
         if bool(((starts & real[:, 1:]).sum(-1) + real[:, 0] > 1).any()):
@@ -379,13 +295,13 @@ def mask_function(
                     layout = layout._replace(cu_seqlens=None, longest=None)
                 if not isinstance(layout, str):
                     return layout and layout._replace(length=kv_length)
-            elif pattern == _BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
+            elif pattern == BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
                 # Cross attention.
                 if attention_mask is None or bool(attention_mask.all()):
                     return None
                 return Layout(causal=False, length=kv_length, keys=Keys.of(attention_mask))
         else:
-            given["mask_function"] = _by_index(mask_function)
+            given["mask_function"] = by_index(mask_function)
         chunked = pattern is not None and pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
         if any_mask or (pattern is not None and not chunked):
             return own(**given)
@@ -394,9 +310,9 @@ def mask_function(
     return mask
 
 
-def _needs_padding(pattern: _Pattern | None, attention_mask: Tensor) -> bool:
+def _needs_padding(pattern: Pattern | None, attention_mask: Tensor) -> bool:
     """Whether no `Layout` lets queries that are padding attend to the keys that are not."""
-    return pattern not in (None, _BIDIRECTIONAL) and not bool(attention_mask.all())
+    return pattern not in (None, BIDIRECTIONAL) and not bool(attention_mask.all())
 
 
 def _with_documents(mask: Tensor, batch: int, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:

@@ -12,7 +12,7 @@ from opslot.ops._common.specs import (
     add_kernel,
     add_triton_kernel,
 )
-from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY
+from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY, WIDEST_KEY_IN_99_KIB
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
 # Kimi delta attention with fewer key heads than value heads.
@@ -21,11 +21,30 @@ _BROKEN_ON_HOPPER = Requirement("triton", version=">=3.4,<3.7.1")
 _TILELANG = Requirement("tilelang")
 
 
-def _keys_fit(request: KernelRequest) -> str | None:
+def _width_of_keys(request: KernelRequest) -> int | None:
     # The second is Kimi delta attention's.
     width = getattr(request.module, "head_k_dim", getattr(request.module, "head_dim", None))
-    fits = not isinstance(width, int) or width <= WIDEST_KEY
+    return width if isinstance(width, int) else None
+
+
+def _keys_fit(request: KernelRequest) -> str | None:
+    width = _width_of_keys(request)
+    fits = width is None or width <= WIDEST_KEY
     return None if fits else f"takes keys up to {WIDEST_KEY} wide, this module's are {width}"
+
+
+# GPUs with 99 KiB of shared memory for a CTA.
+_LITTLE_SHARED_MEMORY = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})
+
+
+def _fits(request: KernelRequest) -> str | None:
+    if request.dtype != torch.float32 or request.device.capability not in _LITTLE_SHARED_MEMORY:
+        return _keys_fit(request)
+    width = _width_of_keys(request)
+    if width is None or width <= WIDEST_KEY_IN_99_KIB:
+        return None
+    found = f"this module's are {width}, and the GPU has 99 KiB of shared memory"
+    return f"takes keys up to {WIDEST_KEY_IN_99_KIB} wide in float32, {found}"
 
 
 def _right_on_hopper(request: KernelRequest) -> str | None:
@@ -57,7 +76,7 @@ KERNEL_REGISTRY.register_op(OP)
 add_triton_kernel(
     OP,
     factory="triton:chunk_gated_delta_rule",
-    supports=_keys_fit,
+    supports=_fits,
     priority={H200: _priority},
     description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
 )

@@ -27,6 +27,8 @@ from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 _CHUNK = 64
 # The limit of opslot's Triton kernels, which hold all rows of a state in registers, and of fla's.
 WIDEST_KEY = 256
+# That of the Triton kernels in float32 on GPUs with 99 KiB of shared memory: with keys of 256 they need 132 KiB.
+WIDEST_KEY_IN_99_KIB = 128
 
 
 def reference(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opslot._base.kernel_launch import shared_memory
 from opslot.ops._common.arguments import copy_or_zero, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients
 from opslot.ops._common.documents import one_row
@@ -30,9 +31,11 @@ from opslot.ops.chunk_gated_delta_rule.kernels.channel_gradients import write_ch
 from opslot.ops.chunk_gated_delta_rule.kernels.channels import solve_channels
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import recur, write_output
 from opslot.ops.chunk_gated_delta_rule.kernels.system import solve
-from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, check_shapes
+from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, WIDEST_KEY_IN_99_KIB, check_shapes
 
 _LABEL = "chunk_gated_delta_rule_implementation='triton'"
+# Bytes of shared memory of the recurrences in float32 with keys of 256.
+_WIDE_KEYS = 132 * 1024
 # query, key, value, g, beta and initial_state.
 _DIFFERENTIABLE = 6
 
@@ -52,6 +55,9 @@ def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
         copy_or_zero(final, initial_state)
         return
     call = prepare(inputs, cu_seqlens, normalize)
+    if call.key > WIDEST_KEY_IN_99_KIB and call.k.element_size() > 2 and shared_memory(call.k.device) < _WIDE_KEYS:
+        limit = f"{WIDEST_KEY_IN_99_KIB} in float32 on this GPU, for its shared memory"
+        reject(_LABEL, "key", f"its heads are {call.key} wide, the limit is {limit}", "use torch_chunked or bfloat16")
     system = solve_channels(call) if call.per_channel else solve(call)
     write_output(call, system, initial_state, out, final)
 

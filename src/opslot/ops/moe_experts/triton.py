@@ -70,10 +70,8 @@ class _AlignedRows:
             return rows.new_zeros(0, weight.shape[2])
         nk = not weight.is_contiguous()
         stored = weight.mT.contiguous() if nk else weight
-        columns = weight.shape[2]
-        return rows_gemm(self._plan, self._tiles(columns), rows.contiguous()[None], stored, columns, nk, self._routing)[
-            0
-        ]
+        columns, planes = weight.shape[2], rows.contiguous()[None]
+        return rows_gemm(self._plan, self._tiles(columns), planes, stored, columns, nk, self._routing).squeeze(0)
 
     def weight_grad(self, left: Tensor, right: Tensor) -> Tensor:
         m, n = left.shape[1], right.shape[1]

@@ -10,7 +10,16 @@ import triton.language as tl
 
 from opslot._base.jit import dot, downcast
 from opslot._base.kernel_launch import KernelLauncher
-from opslot.ops.attention.kernels.forward import block_range, load_tile, row_offsets, store_tile, tanh
+from opslot.ops.attention.kernels.forward import (
+    block_start,
+    head_of,
+    load_tile,
+    part_of_blocks,
+    row_offsets,
+    seen_interval,
+    store_tile,
+    tanh,
+)
 from opslot.ops.attention.kernels.selected_tiles import selected, tile_list
 
 
@@ -90,8 +99,8 @@ def _dq_kernel(
 
     dout_token_stride = dout_token_stride // UNIT * UNIT
     dout_head_stride = dout_head_stride // UNIT * UNIT
-    dout_ptr += b.to(tl.int64) * (dout_batch_stride // UNIT * UNIT) + first_token.to(tl.int64) * dout_token_stride
-    dout_ptr += (kv_head * GROUP).to(tl.int64) * dout_head_stride
+    dout_ptr = head_of(dout_ptr, b, kv_head * GROUP, dout_batch_stride, dout_head_stride, UNIT)
+    dout_ptr += first_token.to(tl.int64) * dout_token_stride
     dout_offsets = row_offsets(row, first_token, dout_token_stride, dout_head_stride, GROUP)
     dout = load_tile(dout_ptr, dout_offsets, valid, 0, DV, V_HEAD_DIM, True)
     out_ptr += ((b.to(tl.int64) * queries + first_token) * heads + kv_head * GROUP) * V_HEAD_DIM
@@ -112,18 +121,16 @@ def _dq_kernel(
             bits_ptr += (b.to(tl.int64) * queries + row) * tl.cdiv(keys, 32)
             full_from = 0
             full_to = 0
+            first_key = 0
         else:
-            start_ptr = intervals_ptr + b.to(tl.int64) * interval_stride
-            end_ptr = start_ptr + interval_size
-            row_start = tl.load(start_ptr + token, mask=valid, other=0)
-            row_end = tl.load(end_ptr + token, mask=valid, other=0)
-            first_key, blocks, full_from, full_to = block_range(start_ptr, end_ptr, first_token, last_token, BLOCK_N)
-        q_ptr += b.to(tl.int64) * (q_batch_stride // UNIT * UNIT) + first_token.to(tl.int64) * q_token_stride
-        q_ptr += (kv_head * GROUP).to(tl.int64) * q_head_stride
-        k_ptr += b.to(tl.int64) * (k_batch_stride // UNIT * UNIT)
-        k_ptr += kv_head.to(tl.int64) * (k_head_stride // UNIT * UNIT)
-        v_ptr += b.to(tl.int64) * (v_batch_stride // UNIT * UNIT)
-        v_ptr += kv_head.to(tl.int64) * (v_head_stride // UNIT * UNIT)
+            intervals_ptr += b.to(tl.int64) * interval_stride
+            row_start, row_end, first_key, blocks, full_from, full_to = seen_interval(
+                intervals_ptr, interval_size, token, valid, first_token, last_token, 1, BLOCK_N
+            )
+        q_ptr = head_of(q_ptr, b, kv_head * GROUP, q_batch_stride, q_head_stride, UNIT)
+        q_ptr += first_token.to(tl.int64) * q_token_stride
+        k_ptr = head_of(k_ptr, b, kv_head, k_batch_stride, k_head_stride, UNIT)
+        v_ptr = head_of(v_ptr, b, kv_head, v_batch_stride, v_head_stride, UNIT)
         q_offsets = row_offsets(row, first_token, q_token_stride, q_head_stride, GROUP)
         q = load_tile(q_ptr, q_offsets, valid, 0, D, HEAD_DIM, True)
         dq = tl.zeros((BLOCK_M, D), dtype=tl.float32)
@@ -133,14 +140,9 @@ def _dq_kernel(
         lse = tl.load(lse_ptr + scalars, mask=valid, other=float("inf"))
         column = tl.arange(0, BLOCK_N)
         for MASKED in tl.static_range(SELECTED, 2):
-            left = full_from if MASKED else 0
-            skip = full_to - full_from if MASKED else full_from
-            count = blocks - full_to + full_from if MASKED else full_to - full_from
+            count, left, skip = part_of_blocks(blocks, full_from, full_to, MASKED)
             for i in tl.range(0, count, num_stages=STAGES):
-                if SELECTED:
-                    start = tl.load(tiles_ptr + i) * BLOCK_N
-                else:
-                    start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
+                start = block_start(i, left, skip, first_key, tiles_ptr, SELECTED, BLOCK_N)
                 inside = start + column < keys
                 k_block = k_ptr + start.to(tl.int64) * k_token_stride
                 k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED and not WHOLE)
@@ -243,23 +245,17 @@ def _dk_dv_kernel(
         bits_ptr += (b.to(tl.int64) * keys + key) * tl.cdiv(queries, 32)
         full_from = 0
         full_to = 0
+        first_row = 0
     else:
-        start_ptr = intervals_ptr + 2 * interval_size + b.to(tl.int64) * interval_stride
-        end_ptr = start_ptr + interval_size
-        key_start = tl.load(start_ptr + key, mask=valid, other=0) * GROUP
-        key_end = tl.load(end_ptr + key, mask=valid, other=0) * GROUP
-        first_row = tl.load(start_ptr + first_key) * GROUP
-        blocks = tl.cdiv(tl.load(end_ptr + last_key) * GROUP - first_row, BLOCK_M)
-        full_from = tl.cdiv(tl.load(start_ptr + last_key) * GROUP - first_row, BLOCK_M)
-        full_to = tl.maximum((tl.load(end_ptr + first_key) * GROUP - first_row) // BLOCK_M, full_from)
+        intervals_ptr += 2 * interval_size + b.to(tl.int64) * interval_stride
+        key_start, key_end, first_row, blocks, full_from, full_to = seen_interval(
+            intervals_ptr, interval_size, key, valid, first_key, last_key, GROUP, BLOCK_M
+        )
 
-    q_ptr += b.to(tl.int64) * (q_batch_stride // UNIT * UNIT) + (kv_head * GROUP).to(tl.int64) * q_head_stride
-    dout_ptr += b.to(tl.int64) * (dout_batch_stride // UNIT * UNIT)
-    dout_ptr += (kv_head * GROUP).to(tl.int64) * dout_head_stride
-    k_ptr += b.to(tl.int64) * (k_batch_stride // UNIT * UNIT) + kv_head.to(tl.int64) * (k_head_stride // UNIT * UNIT)
-    v_ptr += b.to(tl.int64) * (v_batch_stride // UNIT * UNIT) + kv_head.to(tl.int64) * (v_head_stride // UNIT * UNIT)
-    k_ptr += first_key.to(tl.int64) * k_token_stride
-    v_ptr += first_key.to(tl.int64) * v_token_stride
+    q_ptr = head_of(q_ptr, b, kv_head * GROUP, q_batch_stride, q_head_stride, UNIT)
+    dout_ptr = head_of(dout_ptr, b, kv_head * GROUP, dout_batch_stride, dout_head_stride, UNIT)
+    k_ptr = head_of(k_ptr, b, kv_head, k_batch_stride, k_head_stride, UNIT) + first_key.to(tl.int64) * k_token_stride
+    v_ptr = head_of(v_ptr, b, kv_head, v_batch_stride, v_head_stride, UNIT) + first_key.to(tl.int64) * v_token_stride
     lse_ptr += (b * kv_heads + kv_head).to(tl.int64) * rows
     delta_ptr += (b * kv_heads + kv_head).to(tl.int64) * rows
     offset = tl.arange(0, BLOCK_N)
@@ -272,14 +268,9 @@ def _dk_dv_kernel(
         dk_tail = tl.zeros((BLOCK_N, TAIL), dtype=tl.float32)
     # Scores are transposed, [keys, rows].
     for MASKED in tl.static_range(SELECTED, 2):
-        left = full_from if MASKED else 0
-        skip = full_to - full_from if MASKED else full_from
-        count = blocks - full_to + full_from if MASKED else full_to - full_from
+        count, left, skip = part_of_blocks(blocks, full_from, full_to, MASKED)
         for i in tl.range(0, count, num_stages=STAGES):
-            if SELECTED:
-                start = tl.load(tiles_ptr + i) * BLOCK_M
-            else:
-                start = first_row + tl.where(i < left, i, i + skip) * BLOCK_M
+            start = block_start(i, left, skip, first_row, tiles_ptr, SELECTED, BLOCK_M)
             row = start + tl.arange(0, BLOCK_M)
             inside = row < rows
             first_token = start // GROUP

@@ -66,13 +66,44 @@ def tanh(x):
 
 
 @triton.jit
-def block_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
-    """Start of the interval that tokens `first` to `last` see, its number of blocks, and the blocks that all see."""
-    start = tl.load(start_ptr + first)
-    blocks = tl.cdiv(tl.load(end_ptr + last) - start, BLOCK)
-    full_from = tl.cdiv(tl.load(start_ptr + last) - start, BLOCK)
-    full_to = tl.maximum((tl.load(end_ptr + first) - start) // BLOCK, full_from)
-    return start, blocks, full_from, full_to
+def head_of(ptr, b, head, batch_stride, head_stride, UNIT: tl.constexpr):
+    """The first token of a head; strides are known to be multiples of UNIT, which loads of 16 bytes require."""
+    return ptr + b.to(tl.int64) * (batch_stride // UNIT * UNIT) + head.to(tl.int64) * (head_stride // UNIT * UNIT)
+
+
+@triton.jit
+def seen_interval(start_ptr, size, token, valid, first, last, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """What each token of a tile sees, start and end; the first block that tokens `first` to `last` see, their number,
+    and those that all see. Intervals are in units of GROUP.
+    """
+    end_ptr = start_ptr + size
+    token_start = tl.load(start_ptr + token, mask=valid, other=0) * GROUP
+    token_end = tl.load(end_ptr + token, mask=valid, other=0) * GROUP
+    start = tl.load(start_ptr + first) * GROUP
+    blocks = tl.cdiv(tl.load(end_ptr + last) * GROUP - start, BLOCK)
+    full_from = tl.cdiv(tl.load(start_ptr + last) * GROUP - start, BLOCK)
+    full_to = tl.maximum((tl.load(end_ptr + first) * GROUP - start) // BLOCK, full_from)
+    return token_start, token_end, start, blocks, full_from, full_to
+
+
+@triton.jit
+def part_of_blocks(blocks, full_from, full_to, MASKED: tl.constexpr):
+    """Number of blocks that a whole tile sees, or of those before and after them, which it sees in part; how many are
+    before, and how many to skip from there on.
+    """
+    left = full_from if MASKED else 0
+    skip = full_to - full_from if MASKED else full_from
+    return blocks - full_to + full_from if MASKED else full_to - full_from, left, skip
+
+
+@triton.jit
+def block_start(i, left, skip, first, tiles_ptr, SELECTED: tl.constexpr, BLOCK: tl.constexpr):
+    """The first key or row of block `i` of a part: of a list of tiles, or counted from `first`."""
+    if SELECTED:
+        start = tl.load(tiles_ptr + i) * BLOCK
+    else:
+        start = first + tl.where(i < left, i, i + skip) * BLOCK
+    return start
 
 
 @triton.jit(do_not_specialize=["batch", "kv_heads", "queries", "keys"])
@@ -140,17 +171,17 @@ def _forward_kernel(
         bits_ptr += (b.to(tl.int64) * queries + row) * tl.cdiv(keys, 32)
         full_from = 0
         full_to = 0
+        first_key = 0
     else:
-        start_ptr = intervals_ptr + b.to(tl.int64) * interval_stride
-        end_ptr = start_ptr + interval_size
-        row_start = tl.load(start_ptr + token, mask=valid, other=0)
-        row_end = tl.load(end_ptr + token, mask=valid, other=0)
-        first_key, blocks, full_from, full_to = block_range(start_ptr, end_ptr, first_token, last_token, BLOCK_N)
+        intervals_ptr += b.to(tl.int64) * interval_stride
+        row_start, row_end, first_key, blocks, full_from, full_to = seen_interval(
+            intervals_ptr, interval_size, token, valid, first_token, last_token, 1, BLOCK_N
+        )
 
-    q_ptr += b.to(tl.int64) * (q_batch_stride // UNIT * UNIT) + first_token.to(tl.int64) * q_token_stride
-    q_ptr += (kv_head * GROUP).to(tl.int64) * q_head_stride
-    k_ptr += b.to(tl.int64) * (k_batch_stride // UNIT * UNIT) + kv_head.to(tl.int64) * (k_head_stride // UNIT * UNIT)
-    v_ptr += b.to(tl.int64) * (v_batch_stride // UNIT * UNIT) + kv_head.to(tl.int64) * (v_head_stride // UNIT * UNIT)
+    q_ptr = head_of(q_ptr, b, kv_head * GROUP, q_batch_stride, q_head_stride, UNIT)
+    q_ptr += first_token.to(tl.int64) * q_token_stride
+    k_ptr = head_of(k_ptr, b, kv_head, k_batch_stride, k_head_stride, UNIT)
+    v_ptr = head_of(v_ptr, b, kv_head, v_batch_stride, v_head_stride, UNIT)
     q_offsets = row_offsets(row, first_token, q_token_stride, q_head_stride, GROUP)
     q = load_tile(q_ptr, q_offsets, valid, 0, D, HEAD_DIM, True)
     if TAIL > 0:
@@ -169,14 +200,9 @@ def _forward_kernel(
     # First the blocks of keys that all rows see, then those before and after them. All blocks of selected keys are
     # of the second kind.
     for MASKED in tl.static_range(SELECTED, 2):
-        left = full_from if MASKED else 0
-        skip = full_to - full_from if MASKED else full_from
-        count = blocks - full_to + full_from if MASKED else full_to - full_from
+        count, left, skip = part_of_blocks(blocks, full_from, full_to, MASKED)
         for i in tl.range(0, count, num_stages=STAGES):
-            if SELECTED:
-                start = tl.load(tiles_ptr + i) * BLOCK_N
-            else:
-                start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
+            start = block_start(i, left, skip, first_key, tiles_ptr, SELECTED, BLOCK_N)
             inside = start + column < keys
             k_block = k_ptr + start.to(tl.int64) * k_token_stride
             k = load_tile(k_block, column * k_token_stride, inside, 0, D, HEAD_DIM, MASKED and not WHOLE)

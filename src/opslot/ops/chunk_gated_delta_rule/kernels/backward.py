@@ -76,6 +76,7 @@ def dstates_kernel(
     HAS_DFINAL: tl.constexpr,
     WANT_DINITIAL: tl.constexpr,
     WANT_ADDED: tl.constexpr,
+    KEYS_LAST: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -94,6 +95,8 @@ def dstates_kernel(
     begin, end, first, count = load_segment(
         cu_seqlens_ptr, first_chunk_ptr, sequence // segments, sequence % segments, segments, CHUNK
     )
+    # A tile takes shared memory from its load on, and with decays of channels k is not needed while `written` is.
+    LATE: tl.constexpr = PER_CHANNEL and KEYS_LAST
     dstate = tl.zeros((BV, BK), dtype=tl.float32)
     if HAS_DFINAL:
         if SPLIT:
@@ -104,7 +107,8 @@ def dstates_kernel(
         start = begin + (count - 1 - step) * CHUNK
         index = (first + count - 1 - step) * HEADS + head
         held = downcast(dstate, dtype)
-        k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
+        if not LATE:
+            k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
         dout = load_tokens_transposed(dout_ptr, start, end - start, head, dout_token, dout_head, column, V, CHUNK)
         inverse = load_plane(inverse_ptr, index, i, i, CHUNK, CHUNK)
         within = load_plane(within_ptr, index, i, i, CHUNK, CHUNK)
@@ -129,6 +133,8 @@ def dstates_kernel(
             dout = downcast(dout.to(tl.float32) * asking[None, :], dtype)
             dv *= reading[None, :]
         q = load_tokens(q_ptr, start, end - start, head // GROUP, q_token, q_head, row, K, CHUNK)
+        if LATE:
+            k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
         dstate = dot(dout, q, dstate * fade)
         dstate = dot(downcast(-dv, dtype), k, dstate)
     if WANT_DINITIAL:
@@ -399,6 +405,7 @@ def _launch(
             system.per_channel,
             call.segments > 1,
             *wanted,
+            plan.keys_last,
             plan.key,
             plan.state_block,
             CHUNK,

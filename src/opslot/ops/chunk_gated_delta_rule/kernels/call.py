@@ -29,6 +29,7 @@ class ChunkTiling:
         grad_block: block of value columns of the last kernel of backward.
         stages: pipeline stages of the recurrence and of the last kernel of backward.
         state_warps, grad_warps: warps of these.
+        keys_last: backward's recurrence loads keys where it needs them, which takes less shared memory.
         value_block, system_warps, channel_warps: where channels have their own decay, the block of value columns of the
             gradients, and warps of the system and of the gradients.
     """
@@ -40,6 +41,7 @@ class ChunkTiling:
     stages: int
     state_warps: int
     grad_warps: int
+    keys_last: bool
     value_block: int
     system_warps: int
     channel_warps: int
@@ -47,6 +49,8 @@ class ChunkTiling:
 
 # Bytes of shared memory of the recurrence with three stages, keys of 128 and decays of channels.
 _THREE_STAGES = 162 * 1024
+# The same of backward's recurrence in float32 with keys of 256, which it loads first, with Triton 3.6.
+_KEYS_FIRST = 180 * 1024
 
 
 @functools.cache
@@ -71,6 +75,7 @@ def plan_for(key: int, value: int, element_bytes: int, shared: int) -> ChunkTili
         stages=max(1, (2 if large else 3) - (shared < _THREE_STAGES)) if half else 1,
         state_warps=4,
         grad_warps=16 if large else 8,
+        keys_last=not half and shared < _KEYS_FIRST,
         value_block=min(64 if half else 16, value_full),
         system_warps=8,
         channel_warps=8,

@@ -11,16 +11,7 @@ import triton
 import triton.language as tl
 
 from opslot._base.jit import downcast
-
-
-@triton.jit
-def _load_halves(row_ptr, inside, HALF: tl.constexpr, HALF_TILE: tl.constexpr):
-    """First and second channels of each pair, in fp32, of the rows at `row_ptr` [rows, 1]."""
-    channel = tl.arange(0, HALF_TILE)[None, :]
-    mask = inside & (channel < HALF)
-    first = tl.load(row_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(row_ptr + HALF + channel, mask=mask, other=0.0).to(tl.float32)
-    return first, second
+from opslot.ops.rotary_pos_emb.kernels.rotate import load_halves, rotate_pairs
 
 
 @triton.jit
@@ -30,18 +21,6 @@ def _store_halves(row_ptr, first, second, inside, HALF: tl.constexpr, HALF_TILE:
     mask = inside & (channel < HALF)
     tl.store(row_ptr + channel, downcast(first, dtype), mask=mask)
     tl.store(row_ptr + HALF + channel, downcast(second, dtype), mask=mask)
-
-
-@triton.jit
-def _rotate(first, second, angles, INVERSE: tl.constexpr):
-    cos_first, cos_second, sin_first, sin_second = angles
-    if INVERSE:
-        rotated_first = first * cos_first + second * sin_second
-        rotated_second = second * cos_second - first * sin_first
-    else:
-        rotated_first = first * cos_first - second * sin_first
-        rotated_second = second * cos_second + first * sin_second
-    return rotated_first, rotated_second
 
 
 @triton.jit
@@ -135,10 +114,10 @@ def forward_halves(
     """Heads at `x_ptr` [HEADS, 1] whose channels are all rotated."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     SAME: tl.constexpr = dtype == WEIGHT_DTYPE
-    first, second = _load_halves(x_ptr, inside, HALF, HALF_TILE)
+    first, second = load_halves(x_ptr, inside, HALF, HALF_TILE)
     weight_first, weight_second = weight
     if NORM_LAST:
-        first, second = _rotate(first, second, angles, False)
+        first, second = rotate_pairs(first, second, angles, False)
         first, second = _rounded(first, dtype, KEEPS_DTYPE), _rounded(second, dtype, KEEPS_DTYPE)
     rstd = _inverse_rms(tl.sum(first * first + second * second, axis=1, keep_dims=True), inside, eps, 2 * HALF)
     # Round where Transformers does, if the dtypes are the same.
@@ -147,7 +126,7 @@ def forward_halves(
     first = _weighted(first, rstd, weight_first, dtype, BEFORE, AFTER)
     second = _weighted(second, rstd, weight_second, dtype, BEFORE, AFTER)
     if not NORM_LAST:
-        first, second = _rotate(first, second, angles, False)
+        first, second = rotate_pairs(first, second, angles, False)
     _store_halves(out_ptr, first, second, inside, HALF, HALF_TILE)
 
 
@@ -199,16 +178,16 @@ def _backward_halves(
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
 ):
-    """As `_forward_halves`; returns what each head adds to the gradient of the weight's first and second half."""
-    first, second = _load_halves(x_ptr, inside, HALF, HALF_TILE)
-    dfirst, dsecond = _load_halves(dout_ptr, inside, HALF, HALF_TILE)
+    """As `forward_halves`; returns what each head adds to the gradient of the weight's first and second half."""
+    first, second = load_halves(x_ptr, inside, HALF, HALF_TILE)
+    dfirst, dsecond = load_halves(dout_ptr, inside, HALF, HALF_TILE)
     weight_first, weight_second = weight
     if NORM_LAST:
-        first, second = _rotate(first, second, angles, False)
+        first, second = rotate_pairs(first, second, angles, False)
         dtype: tl.constexpr = x_ptr.dtype.element_ty
         first, second = _rounded(first, dtype, KEEPS_DTYPE), _rounded(second, dtype, KEEPS_DTYPE)
     else:
-        dfirst, dsecond = _rotate(dfirst, dsecond, angles, True)
+        dfirst, dsecond = rotate_pairs(dfirst, dsecond, angles, True)
     rstd = _inverse_rms(tl.sum(first * first + second * second, axis=1, keep_dims=True), inside, eps, 2 * HALF)
     first, second = first * rstd, second * rstd
     dweight_first, dweight_second = dfirst * first, dsecond * second
@@ -219,7 +198,7 @@ def _backward_halves(
         dfirst = rstd * (dfirst * weight_first - first * along)
         dsecond = rstd * (dsecond * weight_second - second * along)
         if NORM_LAST:
-            dfirst, dsecond = _rotate(dfirst, dsecond, angles, True)
+            dfirst, dsecond = rotate_pairs(dfirst, dsecond, angles, True)
         _store_halves(dx_ptr, dfirst, dsecond, inside, HALF, HALF_TILE)
     return dweight_first, dweight_second
 
@@ -238,7 +217,7 @@ def _backward_whole(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """As `_forward_whole`; returns what each head adds to the gradient of the weight."""
+    """As `forward_whole`; returns what each head adds to the gradient of the weight."""
     channel = tl.arange(0, TILE)[None, :]
     other, rotated = _other(channel, HALF), channel < 2 * HALF
     mask = inside & (channel < WIDTH)

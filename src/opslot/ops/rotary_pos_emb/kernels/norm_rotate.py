@@ -9,7 +9,6 @@ bitwise deterministic. Strides are passed as in `rotate.py`.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -28,15 +27,10 @@ from opslot.ops.rotary_pos_emb.kernels.norm_heads import (
     load_weight,
     store_partial,
 )
+from opslot.ops.rotary_pos_emb.kernels.rotate import stride_names, strides_in_units, with_equal_strides
 
 
-def _strides(*tensors: str) -> list[str]:
-    """The names of strides, of tensors in the order of `_scalars`."""
-    of_heads = [f"{tensor}_{axis}_stride" for tensor in tensors for axis in ("batch", "token", "head")]
-    return [*of_heads, *(f"{tensor}_{axis}_stride" for tensor in ("cos", "sin") for axis in ("batch", "token"))]
-
-
-@triton.jit(do_not_specialize=[*_strides("q", "k", "q_out", "k_out"), "tokens", "q_heads", "k_heads"])
+@triton.jit(do_not_specialize=[*stride_names("q", "k", "q_out", "k_out"), "tokens", "q_heads", "k_heads"])
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -124,7 +118,13 @@ def _forward_kernel(
 
 
 @triton.jit(
-    do_not_specialize=[*_strides("q", "k", "dq_out", "dk_out", "dq", "dk"), "batches", "tokens", "q_heads", "k_heads"]
+    do_not_specialize=[
+        *stride_names("q", "k", "dq_out", "dk_out", "dq", "dk"),
+        "batches",
+        "tokens",
+        "q_heads",
+        "k_heads",
+    ]
 )
 def _backward_kernel(
     dq_out_ptr,
@@ -186,6 +186,12 @@ def _backward_kernel(
     q_second = tl.zeros((Q_HEADS, TILE), dtype=tl.float32)
     k_first = tl.zeros((K_HEADS, TILE), dtype=tl.float32)
     k_second = tl.zeros((K_HEADS, TILE), dtype=tl.float32)
+    q_strides = q_batch_stride, q_token_stride, q_head_stride
+    k_strides = k_batch_stride, k_token_stride, k_head_stride
+    dq_out_strides = dq_out_batch_stride, dq_out_token_stride, dq_out_head_stride
+    dk_out_strides = dk_out_batch_stride, dk_out_token_stride, dk_out_head_stride
+    dq_strides = dq_batch_stride, dq_token_stride, dq_head_stride
+    dk_strides = dk_batch_stride, dk_token_stride, dk_head_stride
     for index in tl.range(tl.program_id(0), batches * tokens, tl.num_programs(0), num_stages=STAGES):
         batch = (index // tokens).to(tl.int64)
         token = (index % tokens).to(tl.int64)
@@ -198,58 +204,39 @@ def _backward_kernel(
             WIDTH,
             TILE,
         )
-        first, second = backward_heads(
-            dq_out_ptr,
-            q_ptr,
-            dq_ptr,
-            q_weight,
-            angles,
-            batch,
-            token,
-            (dq_out_batch_stride, dq_out_token_stride, dq_out_head_stride),
-            (q_batch_stride, q_token_stride, q_head_stride),
-            (dq_batch_stride, dq_token_stride, dq_head_stride),
-            q_heads,
-            q_eps,
-            NORM_LAST,
-            KEEPS_DTYPE,
-            NEED_X,
-            HALF,
-            WIDTH,
-            TILE,
-            UNIT,
-            Q_HEADS,
-        )
-        if NEED_WEIGHT:
-            q_first += first
-            if WIDTH == 2 * HALF:
-                q_second += second
-        first, second = backward_heads(
-            dk_out_ptr,
-            k_ptr,
-            dk_ptr,
-            k_weight,
-            angles,
-            batch,
-            token,
-            (dk_out_batch_stride, dk_out_token_stride, dk_out_head_stride),
-            (k_batch_stride, k_token_stride, k_head_stride),
-            (dk_batch_stride, dk_token_stride, dk_head_stride),
-            k_heads,
-            k_eps,
-            NORM_LAST,
-            KEEPS_DTYPE,
-            NEED_X,
-            HALF,
-            WIDTH,
-            TILE,
-            UNIT,
-            K_HEADS,
-        )
-        if NEED_WEIGHT:
-            k_first += first
-            if WIDTH == 2 * HALF:
-                k_second += second
+        for i in tl.static_range(2):
+            first, second = backward_heads(
+                (dq_out_ptr, dk_out_ptr)[i],
+                (q_ptr, k_ptr)[i],
+                (dq_ptr, dk_ptr)[i],
+                (q_weight, k_weight)[i],
+                angles,
+                batch,
+                token,
+                (dq_out_strides, dk_out_strides)[i],
+                (q_strides, k_strides)[i],
+                (dq_strides, dk_strides)[i],
+                (q_heads, k_heads)[i],
+                (q_eps, k_eps)[i],
+                NORM_LAST,
+                KEEPS_DTYPE,
+                NEED_X,
+                HALF,
+                WIDTH,
+                TILE,
+                UNIT,
+                (Q_HEADS, K_HEADS)[i],
+            )
+            if NEED_WEIGHT:
+                if i == 0:
+                    q_first += first
+                else:
+                    k_first += first
+                if WIDTH == 2 * HALF:
+                    if i == 0:
+                        q_second += second
+                    else:
+                        k_second += second
     if NEED_WEIGHT:
         count = tl.num_programs(0) * tl.num_programs(1)
         row = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
@@ -319,12 +306,7 @@ def _arguments(
         if backward
         else forward_tiling(q_heads, k_heads, width)
     )
-    found = []
-    for batch_stride, head_stride, token_stride, _ in strides:
-        found += [batch_stride, token_stride, head_stride]
-    for batch_stride, token_stride, _ in (cos_strides, sin_strides):
-        found += [batch_stride if cos_shape[0] > 1 else 0, token_stride]
-    unit = math.gcd(16, *found)
+    unit, scalars = strides_in_units(strides, (cos_strides, sin_strides), cos_shape[0])
     half = cos_shape[-1] // 2
     constants = (
         cos_strides[-1],
@@ -335,13 +317,16 @@ def _arguments(
         *(triton.next_power_of_2(cdiv(heads, tiling.groups)) for heads in (q_heads, k_heads)),
     )
     sizes = (*([batches] if backward else []), tokens, q_heads, k_heads)
-    return tiling, (*(stride // unit for stride in found), *sizes, *eps), constants
+    return tiling, (*scalars, *sizes, *eps), constants
 
 
-def _same_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    if cos.stride(-1) == sin.stride(-1) in (1, 2):
-        return cos, sin
-    return cos.contiguous(), sin.contiguous()
+def _arguments_of(
+    backward: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, eps: tuple[float, float], *others: Tensor
+) -> tuple[HeadTiling, tuple[float, ...], tuple[int, ...]]:
+    strides = [x.stride() for x in (q, k, *others)]
+    return _arguments(
+        backward, q.shape, q.element_size(), k.shape[1], cos.shape, cos.stride(), sin.stride(), eps, *strides
+    )
 
 
 def launch_forward(
@@ -364,22 +349,9 @@ def launch_forward(
         return
     q_out, k_out = outputs
     q, k, q_weight, k_weight = adjacent(q), adjacent(k), adjacent(q_weight), adjacent(k_weight)
-    cos, sin = _same_strides(cos, sin)
+    cos, sin = with_equal_strides(cos, sin)
     shape = q.shape
-    tiling, scalars, constants = _arguments(
-        False,
-        shape,
-        q.element_size(),
-        k.shape[1],
-        cos.shape,
-        cos.stride(),
-        sin.stride(),
-        (q_eps, k_eps),
-        q.stride(),
-        k.stride(),
-        q_out.stride(),
-        k_out.stride(),
-    )
+    tiling, scalars, constants = _arguments_of(False, q, k, cos, sin, (q_eps, k_eps), q_out, k_out)
     _launch_forward(
         (shape[0] * shape[2], tiling.groups, 1),
         (q, k, q_weight, k_weight, cos, sin, q_out, k_out),
@@ -418,24 +390,10 @@ def launch_backward(
     dq_out = torch.zeros_like(q) if dq_out is None else adjacent(dq_out)
     dk_out = torch.zeros_like(k) if dk_out is None else adjacent(dk_out)
     q, k, q_weight, k_weight = adjacent(q), adjacent(k), adjacent(q_weight), adjacent(k_weight)
-    cos, sin = _same_strides(cos, sin)
+    cos, sin = with_equal_strides(cos, sin)
     shape = q.shape
-    tiling, scalars, constants = _arguments(
-        True,
-        shape,
-        q.element_size(),
-        k.shape[1],
-        cos.shape,
-        cos.stride(),
-        sin.stride(),
-        (q_eps, k_eps),
-        q.stride(),
-        k.stride(),
-        dq_out.stride(),
-        dk_out.stride(),
-        (q if dq is None else dq).stride(),
-        (k if dk is None else dk).stride(),
-    )
+    written = (q if dq is None else dq, k if dk is None else dk)
+    tiling, scalars, constants = _arguments_of(True, q, k, cos, sin, (q_eps, k_eps), dq_out, dk_out, *written)
     programs = min(shape[0] * shape[2], sm_count(q.device) * tiling.programs)
     partial = None
     if dq_weight is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,29 @@ _TILE = 4096
 
 
 @triton.jit
+def load_halves(row_ptr, inside, HALF: tl.constexpr, HALF_TILE: tl.constexpr):
+    """First and second half of the channels of the rows at `row_ptr` [rows, 1], in fp32: [rows, HALF_TILE] each."""
+    channel = tl.arange(0, HALF_TILE)[None, :]
+    mask = inside & (channel < HALF)
+    first = tl.load(row_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(row_ptr + HALF + channel, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def rotate_pairs(first, second, angles, INVERSE: tl.constexpr):
+    """`angles` are cos of the first and second channels of each pair, and sin of both."""
+    cos_first, cos_second, sin_first, sin_second = angles
+    if INVERSE:
+        rotated_first = first * cos_first + second * sin_second
+        rotated_second = second * cos_second - first * sin_first
+    else:
+        rotated_first = first * cos_first - second * sin_first
+        rotated_second = second * cos_second + first * sin_second
+    return rotated_first, rotated_second
+
+
+@triton.jit
 def _load_pairs(
     row_ptr, inside, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, HEADS: tl.constexpr
 ):
@@ -36,10 +60,7 @@ def _load_pairs(
         both = tl.load(row_ptr + channel, mask=inside & (channel < 2 * HALF), other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(both, (HEADS, HALF_TILE, 2)))
     else:
-        channel = tl.arange(0, HALF_TILE)[None, :]
-        mask = inside & (channel < HALF)
-        first = tl.load(row_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(row_ptr + HALF + channel, mask=mask, other=0.0).to(tl.float32)
+        first, second = load_halves(row_ptr, inside, HALF, HALF_TILE)
     return first, second
 
 
@@ -86,24 +107,15 @@ def _rotate_heads(
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Rotate heads [first_head, first_head + HEADS) of one token; PASS channels before or behind those are copied.
-
-    `angles` are cos of the first and second channels of each pair, and sin of both.
-    """
-    cos_first, cos_second, sin_first, sin_second = angles
+    """Rotate heads [first_head, first_head + HEADS) of one token; PASS channels before or behind those are copied."""
     head = first_head + tl.arange(0, HEADS)[:, None].to(tl.int64)
     inside = head < heads
     source = x_ptr + head * x_head_stride * UNIT
     target = out_ptr + head * out_head_stride * UNIT
     ROTATED: tl.constexpr = PASS if PASS_FIRST else 0
     first, second = _load_pairs(source + ROTATED, inside, INTERLEAVED_IN, HALF, HALF_TILE, HEADS)
-    if INVERSE:
-        rotated_first = first * cos_first + second * sin_second
-        rotated_second = second * cos_second - first * sin_first
-    else:
-        rotated_first = first * cos_first - second * sin_first
-        rotated_second = second * cos_second + first * sin_second
-    _store_pairs(target + ROTATED, rotated_first, rotated_second, inside, INTERLEAVED_OUT, HALF, HALF_TILE, HEADS)
+    first, second = rotate_pairs(first, second, angles, INVERSE)
+    _store_pairs(target + ROTATED, first, second, inside, INTERLEAVED_OUT, HALF, HALF_TILE, HEADS)
     if PASS > 0:
         COPIED: tl.constexpr = 0 if PASS_FIRST else 2 * HALF
         channel = COPIED + tl.arange(0, PASS_TILE)[None, :]
@@ -112,15 +124,13 @@ def _rotate_heads(
         tl.store(target + channel, passed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_STRIDES = [
-    f"{tensor}_{axis}_stride"
-    for tensor in ("q", "k", "q_out", "k_out", "cos", "sin")
-    for axis in ("batch", "token", "head")
-    if axis != "head" or tensor not in ("cos", "sin")
-]
+def stride_names(*tensors: str) -> list[str]:
+    """Of the kernels' parameters for `strides_in_units`."""
+    of_heads = [f"{tensor}_{axis}_stride" for tensor in tensors for axis in ("batch", "token", "head")]
+    return [*of_heads, *(f"{tensor}_{axis}_stride" for tensor in ("cos", "sin") for axis in ("batch", "token"))]
 
 
-@triton.jit(do_not_specialize=[*_STRIDES, "tokens", "q_heads", "k_heads"])
+@triton.jit(do_not_specialize=[*stride_names("q", "k", "q_out", "k_out"), "tokens", "q_heads", "k_heads"])
 def _rotary_kernel(
     q_ptr,
     k_ptr,
@@ -238,6 +248,28 @@ def _plan(q_heads: int, k_heads: int, rotary: int, pass_first: int) -> HeadTilin
     return HeadTiling(groups, q_tile, k_tile, half, half_tile, warps)
 
 
+def strides_in_units(
+    of_heads: Iterable[Sequence[int]], of_cos_sin: Iterable[Sequence[int]], rows: int
+) -> tuple[int, list[int]]:
+    """UNIT, and the strides in this unit of tensors [B, heads, S, D], by batch, token and head, and of cos and sin
+    [rows, S, R], by batch and token.
+    """
+    strides = []
+    for batch_stride, head_stride, token_stride, _ in of_heads:
+        strides += [batch_stride, token_stride, head_stride]
+    for batch_stride, token_stride, _ in of_cos_sin:
+        strides += [batch_stride if rows > 1 else 0, token_stride]
+    unit = math.gcd(16, *strides)
+    return unit, [stride // unit for stride in strides]
+
+
+def with_equal_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies unless both have one stride of channels, 1 or 2, which the kernels take."""
+    if cos.stride(-1) == sin.stride(-1) in (1, 2):
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
+
+
 @functools.lru_cache(maxsize=1024)
 def _arguments(
     shape: tuple[int, ...],
@@ -264,12 +296,9 @@ def _arguments(
     """
     batch, q_heads, tokens, width = shape
     plan = _plan(q_heads, k_heads, rotary, width - rotary if last else 0)
-    strides = []
-    for batch_stride, head_stride, token_stride, _ in (q_strides[0], k_strides[0], q_strides[1], k_strides[1]):
-        strides += [batch_stride, token_stride, head_stride]
-    for batch_stride, token_stride, _ in (cos_strides, sin_strides):
-        strides += [batch_stride if cos_shape[0] > 1 else 0, token_stride]
-    unit = math.gcd(16, *strides)
+    unit, strides = strides_in_units(
+        (q_strides[0], k_strides[0], q_strides[1], k_strides[1]), (cos_strides, sin_strides), cos_shape[0]
+    )
     copied = [tile for x in (width, k_width) for tile in (x - rotary, triton.next_power_of_2(max(x - rotary, 1)))]
     constants = (
         inverse,
@@ -284,8 +313,7 @@ def _arguments(
         plan.q_tile,
         plan.k_tile,
     )
-    scalars = (*(stride // unit for stride in strides), tokens, q_heads, k_heads)
-    return (batch * tokens, plan.groups, 1), scalars, constants, plan.warps
+    return (batch * tokens, plan.groups, 1), (*strides, tokens, q_heads, k_heads), constants, plan.warps
 
 
 _NO_STRIDES: tuple[tuple[int, ...], ...] = ((0, 0, 0, 0), (0, 0, 0, 0))
@@ -313,8 +341,7 @@ def launch_rotation(
         return
     q, k = adjacent(q), None if k is None else adjacent(k)
     interleaved = (interleaved_out, interleaved_in) if inverse else (interleaved_in, interleaved_out)
-    if not cos.stride(-1) == sin.stride(-1) in (1, 2):
-        cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin = with_equal_strides(cos, sin)
     k_heads, k_width, k_strides = 0, rotary, _NO_STRIDES
     if k is not None and k_out is not None:
         k_heads, k_width, k_strides = k.shape[1], k.shape[3], (k.stride(), k_out.stride())
