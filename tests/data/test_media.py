@@ -260,13 +260,31 @@ def test_rate_of_a_video_file_raises(tmp_path):
         load_video({"path": "1.gif", "fps": 1}, tmp_path, Limits())
 
 
-def test_rate_of_an_animation_is_the_mean(tmp_path):
+@pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
+def test_rate_of_an_animation_is_the_mean(name, tmp_path):
     """The first frame is often shown longer."""
     frames = [Image.open(draw(tmp_path / f"{number}.png", 6 * number)) for number in range(4)]
-    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=[1400, 200, 200, 200])
-    assert load_video("a.gif", tmp_path, Limits()).fps == 2.0
+    frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], duration=[1400, 200, 200, 200])
+    assert load_video(name, tmp_path, Limits()).fps == 2.0
     for frame in frames:
         frame.close()
+
+
+def test_animation_that_is_cut_off_raises(tmp_path):
+    frames = [Image.fromarray(np.random.default_rng(n).integers(0, 255, (20, 30, 3), np.uint8)) for n in range(5)]
+    frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:])
+    data = (tmp_path / "a.webp").read_bytes()
+    (tmp_path / "a.webp").write_bytes(data[: len(data) * 2 // 3])
+    with pytest.raises(MediaError, match=r"the video a\.webp does not decode"):
+        load_video("a.webp", tmp_path, Limits())
+
+
+@pytest.mark.parametrize("size", [(3000, 3), (1, 5000), (90, 80)], ids=str)
+def test_most_pixels_of_long_images(size, tmp_path):
+    Image.new("RGB", size).save(tmp_path / "1.png")
+    width, height = load_image("1.png", tmp_path, Limits(max_pixels=1000)).size
+    assert 900 <= width * height <= 1000
+    assert (width > height) == (size[0] > size[1])
 
 
 def test_short_videos_have_two_frames(tmp_path):
