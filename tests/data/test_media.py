@@ -399,6 +399,7 @@ def test_file_without_video_stream_raises(tmp_path):
 @pytest.mark.parametrize(("frames", "seeks"), [(3, True), (9, True), (100, False)])
 def test_frames_of_long_videos_are_decoded_from_keyframes(frames, seeks, tmp_path, monkeypatch):
     """mpeg4 has a keyframe every 12 frames here."""
+    monkeypatch.setattr(media, "torchcodec_decoders", lambda: None)
     file = write_mp4(tmp_path / "a.mp4", seconds=12, with_audio=False)
     answers = []
     from_keyframes = seeking._from_keyframes
