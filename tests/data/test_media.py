@@ -384,7 +384,8 @@ def test_audio_that_soundfile_does_not_know(tmp_path):
         load_audio(str(silent), tmp_path, 8_000)
 
 
-def test_file_without_video_stream_raises(tmp_path):
+def test_file_without_video_stream_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(media, "torchcodec_decoders", lambda: None)
     av = pytest.importorskip("av")
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=16_000, layout="mono")
