@@ -193,9 +193,10 @@ class FakeDecoders:
             return type("Frame", (), {"data": torch.full((3, 4, 6), index, dtype=torch.uint8)})
 
     class AudioDecoder:
-        def __init__(self, data, sample_rate, num_channels):
-            assert (data, num_channels) == (b"video", 1)
-            self.samples = type("Samples", (), {"data": torch.arange(sample_rate // 1000.0)[None]})
+        def __init__(self, data, sample_rate):
+            assert data == b"video"
+            ramp = torch.arange(sample_rate // 1000.0)
+            self.samples = type("Samples", (), {"data": torch.stack([2 * ramp, 0 * ramp])})
 
         def get_all_samples(self):
             return self.samples
@@ -259,13 +260,31 @@ def test_rate_of_a_video_file_raises(tmp_path):
         load_video({"path": "1.gif", "fps": 1}, tmp_path, Limits())
 
 
-def test_rate_of_an_animation_is_the_mean(tmp_path):
+@pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
+def test_rate_of_an_animation_is_the_mean(name, tmp_path):
     """The first frame is often shown longer."""
     frames = [Image.open(draw(tmp_path / f"{number}.png", 6 * number)) for number in range(4)]
-    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=[1400, 200, 200, 200])
-    assert load_video("a.gif", tmp_path, Limits()).fps == 2.0
+    frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], duration=[1400, 200, 200, 200])
+    assert load_video(name, tmp_path, Limits()).fps == 2.0
     for frame in frames:
         frame.close()
+
+
+def test_animation_that_is_cut_off_raises(tmp_path):
+    frames = [Image.fromarray(np.random.default_rng(n).integers(0, 255, (20, 30, 3), np.uint8)) for n in range(5)]
+    frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:])
+    data = (tmp_path / "a.webp").read_bytes()
+    (tmp_path / "a.webp").write_bytes(data[: len(data) * 2 // 3])
+    with pytest.raises(MediaError, match=r"the video a\.webp does not decode"):
+        load_video("a.webp", tmp_path, Limits())
+
+
+@pytest.mark.parametrize("size", [(3000, 3), (1, 5000), (90, 80)], ids=str)
+def test_most_pixels_of_long_images(size, tmp_path):
+    Image.new("RGB", size).save(tmp_path / "1.png")
+    width, height = load_image("1.png", tmp_path, Limits(max_pixels=1000)).size
+    assert 900 <= width * height <= 1000
+    assert (width > height) == (size[0] > size[1])
 
 
 def test_short_videos_have_two_frames(tmp_path):
@@ -290,20 +309,21 @@ def test_torchcodec_decodes_where_it_is_installed(tmp_path, monkeypatch):
     assert load_audio({"bytes": b"video"}, tmp_path, 16_000).tolist() == list(range(16))
 
 
-def write_mp4(file, seconds=1, with_audio=True, size=(32, 32)):
+def write_mp4(file, seconds=1, with_audio=True, size=(32, 32), volumes=(1.0,)):
     av = pytest.importorskip("av")
     with av.open(str(file), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        track = container.add_stream("aac", rate=16_000, layout="mono") if with_audio else None
+        layout = "mono" if len(volumes) == 1 else "stereo"
+        track = container.add_stream("aac", rate=16_000, layout=layout) if with_audio else None
         for number in range(10 * seconds):
             pixels = np.full((*size[::-1], 3), 20 * number % 256, np.uint8)
             pixels[: size[1] // 2, : size[0] // 2] = 250
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
         if track is not None:
-            tone = np.sin(np.arange(16_000 * seconds) * 0.2).astype(np.float32)[None]
-            frame = av.AudioFrame.from_ndarray(tone, format="fltp", layout="mono")
+            tone = np.outer(volumes, np.sin(np.arange(16_000 * seconds) * 0.2)).astype(np.float32)
+            frame = av.AudioFrame.from_ndarray(tone, format="fltp", layout=layout)
             frame.sample_rate = 16_000
             container.mux(track.encode(frame))
             container.mux(track.encode())
@@ -322,6 +342,38 @@ def test_video_file_and_its_audio_track(tmp_path):
     assert load_audio_track(str(silent), tmp_path, 8_000) is None
 
 
+@pytest.fixture(params=["av", "torchcodec"])
+def decoder(request, monkeypatch):
+    """The package that decodes videos and their audio."""
+    pytest.importorskip("av")
+    found = media.torchcodec_decoders()
+    if request.param == "torchcodec" and found is None:
+        pytest.skip("torchcodec does not import")
+    for module in (media, audio):
+        monkeypatch.setattr(module, "torchcodec_decoders", lambda: found if request.param == "torchcodec" else None)
+    return request.param
+
+
+@pytest.mark.parametrize("volumes", [(0.4, 0.4), (0.6, 0.2)], ids=str)
+def test_channels_of_a_track_are_averaged(volumes, decoder, tmp_path):
+    """FFmpeg's own mixing makes two channels 1.4 times as loud."""
+    found = load_audio_track(str(write_mp4(tmp_path / "a.mp4", volumes=volumes)), tmp_path, 16_000)
+    assert found.dtype == np.float32
+    loudest = float(np.quantile(np.abs(found[2_000:-2_000]), 0.99))
+    assert loudest == pytest.approx(0.4, rel=0.1)
+
+
+def test_decoders_give_the_same_video(decoder, tmp_path, monkeypatch):
+    file = str(write_mp4(tmp_path / "a.mp4", seconds=3))
+    found = load_video(file, tmp_path, Limits(max_frames=7)), load_audio_track(file, tmp_path, 8_000)
+    for module in (media, audio):
+        monkeypatch.setattr(module, "torchcodec_decoders", lambda: None)
+    expected = load_video(file, tmp_path, Limits(max_frames=7)), load_audio_track(file, tmp_path, 8_000)
+    assert (found[0].indices, found[0].total, found[0].fps) == ([0, 5, 10, 14, 19, 24, 29], 30, 10.0)
+    np.testing.assert_array_equal(found[0].frames, expected[0].frames)
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
 def test_audio_that_soundfile_does_not_know(tmp_path):
     """AAC, alone or beside a video."""
     file = write_mp4(tmp_path / "a.mp4")
@@ -332,7 +384,8 @@ def test_audio_that_soundfile_does_not_know(tmp_path):
         load_audio(str(silent), tmp_path, 8_000)
 
 
-def test_file_without_video_stream_raises(tmp_path):
+def test_file_without_video_stream_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(media, "torchcodec_decoders", lambda: None)
     av = pytest.importorskip("av")
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=16_000, layout="mono")
@@ -347,6 +400,7 @@ def test_file_without_video_stream_raises(tmp_path):
 @pytest.mark.parametrize(("frames", "seeks"), [(3, True), (9, True), (100, False)])
 def test_frames_of_long_videos_are_decoded_from_keyframes(frames, seeks, tmp_path, monkeypatch):
     """mpeg4 has a keyframe every 12 frames here."""
+    monkeypatch.setattr(media, "torchcodec_decoders", lambda: None)
     file = write_mp4(tmp_path / "a.mp4", seconds=12, with_audio=False)
     answers = []
     from_keyframes = seeking._from_keyframes

@@ -39,6 +39,48 @@ def test_frames_have_the_rate_of_their_video():
     torch.testing.assert_close(outputs["video_second_per_grid"], torch.tensor([0.8, 0.4]))
 
 
+def test_video_of_one_frame():
+    """The processors of Qwen3-VL and GLM-V raise an error where there are fewer frames than a step has."""
+    found = call([video(1, 1)])
+    assert [len(frames) for frames in found["videos"]] == [2]
+    assert found["video_metadata"] == [{"total_num_frames": 1, "fps": 10.0, "frames_indices": [0, 0]}]
+    assert found["fps"] == 10.0
+    assert [len(frames) for frames in call([video(3, 9)])["videos"]] == [3]
+
+
+class Videos:
+    """A processor of videos alone."""
+
+    def __init__(self, video_processor):
+        self.video_processor = video_processor
+
+    def __call__(self, *, videos, video_metadata, **_):
+        return self.video_processor(
+            videos=videos, video_metadata=video_metadata, do_sample_frames=False, return_tensors="pt"
+        )
+
+
+@pytest.mark.parametrize("name", ["Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor", "Glm4vVideoProcessor"])
+def test_video_of_one_frame_has_the_features_of_two_equal_ones(name):
+    pytest.importorskip("torchvision")
+    size = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64 * 8}
+    processor = Videos(getattr(transformers, name)(size=size, patch_size=16, merge_size=2, temporal_patch_size=2))
+    frames = np.random.default_rng(0).integers(0, 255, (1, 64, 64, 3), np.uint8)
+    one, two = (
+        call_processor(
+            processor,
+            "text",
+            {"image": [], "video": [Video(np.repeat(frames, count, 0), [0] * count, count, 10.0)], "audio": []},
+            (),
+            takes_frame_rate=False,
+            masks_audio=False,
+        )
+        for count in (1, 2)
+    )
+    torch.testing.assert_close(one["pixel_values_videos"], two["pixel_values_videos"], rtol=0, atol=0)
+    assert one["video_grid_thw"].tolist() == two["video_grid_thw"].tolist()
+
+
 def test_audio_of_videos_at_different_rates_raises():
     track = np.zeros(16_000, np.float32)
     call([video(10, 20), video(5, 10)], [track, track], [0, 1])

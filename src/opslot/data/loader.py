@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from opslot._base.errors import DataError, list_problems
+from opslot._base.host_memory import keep_freed_memory
 from opslot._base.logging import get_logger
 from opslot.data.balance import balance_micro_batches, document_costs
 from opslot.data.collation import collate, collate_padded, make_sample
@@ -107,7 +108,7 @@ class _Loader:
             "pin_memory": self.pin_memory,
             # Seeds the workers; a draw from torch's default generator would change dropout.
             "generator": torch.Generator(),
-            "worker_init_fn": _ignore_signals,
+            "worker_init_fn": _start_worker,
         }
 
 
@@ -177,8 +178,9 @@ def _collate_of(dataset: PackedDataset | MixedDataset) -> Any:
     return collate if dataset.packing else collate_padded
 
 
-def _ignore_signals(_worker: int) -> None:
-    """Signals that stop a run often reach all of its processes; workers are needed until the step is done."""
+def _start_worker(_worker: int) -> None:
+    keep_freed_memory()
+    # Those that stop a run often reach all of its processes; workers are needed until the step is done.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

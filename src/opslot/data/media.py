@@ -299,7 +299,11 @@ def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
 
 def _scaled(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
     scale = math.sqrt(max_pixels / (size[0] * size[1]))
-    return max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
+    width, height = (int(side * scale) for side in size)
+    if width and height:
+        return width, height
+    # Of an image that is much longer than wide, one side is one pixel.
+    return (1, max_pixels) if not width else (max_pixels, 1)
 
 
 def _sampled(count: int, fps: float, limits: Limits, source: Any) -> list[int]:
@@ -325,9 +329,6 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
 
     try:
         image = Image.open(io.BytesIO(data))
-    except UnidentifiedImageError:
-        return None
-    try:
         total = getattr(image, "n_frames", 1)
         fps = 1000 / np.mean([_duration(image, number) for number in range(total)]).item()
         indices = _sampled(total, fps, limits, source)
@@ -335,6 +336,8 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
         for index in indices:
             image.seek(index)
             frames.append(load_image(image.copy(), Path(), limits))
+    except UnidentifiedImageError:
+        return None
     except Exception as error:
         raise MediaError(f"the video {describe(source)} does not decode ({error})") from error
     return _video(frames, indices, total, fps)
@@ -343,6 +346,8 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
 def _duration(image: Image, number: int) -> float:
     """Milliseconds for which a frame of an animation is shown."""
     image.seek(number)
+    # Those of WebP and AVIF are known after that.
+    image.load()
     return image.info.get("duration") or 42
 
 

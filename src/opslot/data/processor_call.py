@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from opslot._base.source import source_of
@@ -45,7 +47,7 @@ def call_processor(
             arguments["audio_kwargs"] = {"max_length": _padded_length(processor.feature_extractor, media["audio"])}
     videos: list[Video] = media["video"]
     if videos:
-        arguments |= _of_videos(videos)
+        arguments |= _of_videos([_of_one_step(video, processor.video_processor) for video in videos])
     rates = [video.sampled_fps for video in videos] if takes_frame_rate else []
     if rates:
         arguments["fps"] = rates[0]
@@ -97,6 +99,18 @@ def source_has(processor: type, name: str) -> bool:
     """Whether Transformers' code of a processor has a name."""
     theirs = (cls for cls in processor.__mro__ if cls.__module__.startswith("transformers"))
     return any(name in source_of(cls) for cls in theirs)
+
+
+def _of_one_step(video: Video, video_processor: Any) -> Video:
+    """A video of fewer frames than the model merges to one step, such as a clip of one frame, with its last one again.
+
+    Some processors do so themselves, and others raise an error.
+    """
+    missing = getattr(video_processor, "temporal_patch_size", 1) - len(video.frames)
+    if missing <= 0:
+        return video
+    frames = np.concatenate([video.frames, *[video.frames[-1:]] * missing])
+    return replace(video, frames=frames, indices=[*video.indices, *[video.indices[-1]] * missing])
 
 
 def _of_videos(videos: Sequence[Video]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from opslot._base.errors import DataError
+from opslot._base.host_memory import keep_freed_memory
 
 
 class Shards(Protocol):
@@ -63,6 +64,7 @@ def _tokenize(corpus: Shards, numbers: Sequence[int], errors: Connection) -> Non
     # Ctrl-C reaches every process of a terminal; only the training process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    keep_freed_memory()
     # One thread per process; threads of the parent do not exist after a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
