@@ -224,6 +224,7 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
             run once for each document take packed ones.
     """
     alone = set() if by_kernel else {id(part) for _, outer in modules_by_document(model) for part in outer.modules()}
+    alone |= {id(part) for part in indexers(model, by_kernel)}
     for module in model.modules():
         reason = None if id(module) in alone else keeps_itself(module)
         if not by_kernel and not is_own_attention(getattr(module.__dict__.get("config"), "_attn_implementation", "")):
@@ -231,6 +232,20 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
         if reason:
             return reason
     return None
+
+
+def indexers(model: Any, by_kernel: bool = False) -> Iterator[Any]:
+    """The modules in attention to the keys that an indexer selects. With a kernel it selects within documents; without
+    one, attention runs once for each document where the indexer would not.
+
+    Args:
+        by_kernel: whether all attention has a kernel; else only where one is bound to it.
+    """
+    for module in model.modules():
+        if (attention_options(module) or ("",))[0] != "indexed":
+            continue
+        if by_kernel or is_own_attention(module.config._attn_implementation):
+            yield from (part for part in module.modules() if part is not module)
 
 
 def keeps_itself(module: Any) -> str | None:
@@ -267,7 +282,8 @@ def why_by_document(module: Any) -> str | None:
     """Why a module runs once for each packed document; None for a module that takes all of them in one call."""
     if not hasattr(type(module), BY_DOCUMENT):
         return None
-    inside = (reason for part in module.modules() if (reason := keeps_itself(part)))
+    alone = {id(part) for part in indexers(module)}
+    inside = (reason for part in module.modules() if id(part) not in alone and (reason := keeps_itself(part)))
     without_kernel = attention_skip(module)
     return next(inside, None if without_kernel is None else f"{type(module).__name__} {without_kernel}")
 

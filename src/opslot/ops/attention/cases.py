@@ -61,7 +61,9 @@ def _case(
         if top is not None:
             bits = _earlier_keys(length, top, device).expand(batch, -1, -1)
             if heads_apart:
-                others = [_earlier_keys(length, top, device, 7 * head).expand(batch, -1, -1) for head in range(kv_heads)]
+                others = [
+                    _earlier_keys(length, top, device, 7 * head).expand(batch, -1, -1) for head in range(kv_heads)
+                ]
                 bits = torch.stack(others, 1)
             arguments["selected_bits"] = bits
         if documents is not None:

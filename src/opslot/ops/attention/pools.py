@@ -44,6 +44,7 @@ class Pools(NamedTuple):
     def gather(self, x: Tensor) -> Tensor:
         """[B, P, size, D] of x [B, T, D]."""
         rows, count, size = self.keys.shape
+        x = x.expand(max(rows, x.shape[0]), -1, -1)
         if rows == 1:
             return x.index_select(1, self.keys.flatten()).unflatten(1, (count, size))
         return x.gather(1, self.keys.flatten(1)[..., None].expand(-1, -1, x.shape[2])).unflatten(1, (count, size))
@@ -97,6 +98,15 @@ def blocks_of(visible: Visible, keys: int, size: int) -> tuple[Pools, Tensor]:
     limits, of_keys = _limits(begins, seen), pool.where(inside, -2)
     pools = Pools(bounds[0, :, :-1, None], of_keys.int(), limits.int(), seen.int(), seen[1].int())
     return pools, bounds[..., :-1].int()
+
+
+def blocks_before(position_ids: Tensor, keys: int, size: int) -> tuple[Tensor, Tensor]:
+    """Blocks of `size` keys, int32 [2, 1, P], the first key of each and the one after the last; and int32 [2, B, S] of
+    the keys up to `position_ids` [B, S], whatever the documents.
+    """
+    first = torch.arange(0, keys, size, dtype=torch.int32, device=position_ids.device)
+    end = (position_ids + 1).int()
+    return torch.stack([first, (first + size).clamp(max=keys)])[:, None], torch.stack([torch.zeros_like(end), end])
 
 
 def _rows(visible: Visible, keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -218,4 +228,6 @@ def _run(bits: Tensor, pool_bits: Tensor, pools: Tensor, seen: Tensor, tail: Ten
     expand_pools(pool_bits.contiguous(), pools, seen, tail, bits)
 
 
-_expand = launch_op("expand_pools(Tensor pool_bits, Tensor pools, Tensor seen, Tensor? tail) -> Tensor", _allocate, _run)
+_expand = launch_op(
+    "expand_pools(Tensor pool_bits, Tensor pools, Tensor seen, Tensor? tail) -> Tensor", _allocate, _run
+)

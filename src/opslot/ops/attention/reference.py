@@ -28,8 +28,8 @@ def reference(
     Without a mask, causal if `is_causal` or else `module.is_causal` is set (the last query sees every key), and limited
     to `sliding_window` tokens. `softcap` caps the scores; `s_aux` [heads] are attention sinks, logits in the softmax
     without a value. `selected_bits` int32 [B, S, ceil(S_kv / 32)] are all keys that each query sees, whatever else is
-    given: bit i of word w is key 32 w + i; with [B, kv_heads, S, ...], those of each key/value head. The softmax runs in fp32 (fp64 for fp64 input), as Transformers' eager
-    attention does.
+    given: bit i of word w is key 32 w + i; with [B, kv_heads, S, ...], those of each key/value head. The softmax runs
+    in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
     """
     reject_options("eager", kwargs, served=("softcap", "s_aux", "selected_bits"))
     groups = query.shape[1] // key.shape[1]

@@ -133,4 +133,6 @@ def _run(out: Tensor, query: Tensor, key: Tensor, blocks: Tensor, visible: Tenso
     )
 
 
-_scores = launch_op("block_max_scores(Tensor query, Tensor key, Tensor blocks, Tensor visible) -> Tensor", _allocate, _run)
+_scores = launch_op(
+    "block_max_scores(Tensor query, Tensor key, Tensor blocks, Tensor visible) -> Tensor", _allocate, _run
+)

@@ -69,8 +69,11 @@ def _block_case(
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         token = torch.arange(length, device=device)
         documents = range(0, length, document or max(1, length))
-        bounds = [(first, min(first + size, start + (document or length), length))
-                  for start in documents for first in range(start, min(start + (document or length), length), size)]
+        bounds = [
+            (first, min(first + size, start + (document or length), length))
+            for start in documents
+            for first in range(start, min(start + (document or length), length), size)
+        ]
         visible = torch.stack([token // document * document if document else token * 0, token + 1])
         return {
             "query": randn((batch, length, heads, width), dtype, device, generator),

@@ -62,7 +62,9 @@ def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Te
         products = products.masked_fill(~seen[:, None], float("-inf"))
         found = products.new_full((*products.shape[:3], blocks.shape[2]), float("-inf"))
         first, end = blocks.contiguous()
-        block = torch.searchsorted(first, position.to(first.dtype).expand(first.shape[0], -1).contiguous(), right=True) - 1
+        block = (
+            torch.searchsorted(first, position.to(first.dtype).expand(first.shape[0], -1).contiguous(), right=True) - 1
+        )
         inside = (block >= 0) & (position < end.gather(1, block.clamp(min=0)))
         products = products.masked_fill(~inside[:, None, None], float("-inf"))
         index = block.clamp(min=0)[:, None, None].expand_as(products)
