@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import opslot
+from opslot.models._modalities import decoder_of
 from opslot.ops.attention import indexed, pools
 from opslot.ops.attention.reference import unpack_bits
 from opslot.ops.attention.visible import Visible
@@ -189,7 +190,7 @@ def test_attention_runs_once_for_all_documents_with_a_kernel_alone(arch):
         selecting = [module for module in attentions if module.indexer is not None]
         assert selecting
         assert all((why_by_document(module) is None) is once for module in selecting)
-        assert keeps_sequences(model) is None
+        assert keeps_sequences(decoder_of(model)) is None
 
 
 def test_no_mask_of_queries_and_keys_is_made():
