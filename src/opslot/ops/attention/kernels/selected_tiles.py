@@ -107,10 +107,33 @@ def tiles_with_bits(bits: Tensor, keys: int, rows: int, columns: int, group: int
     return found
 
 
+@triton.jit(do_not_specialize=["rows", "size"])
+def _lists_kernel(found_ptr, lists_ptr, batch_stride, row_stride, stride, rows, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    found_ptr += row // rows * batch_stride + row % rows * row_stride
+    lists_ptr += row * (size + 1)
+    count = tl.zeros((), dtype=tl.int32)
+    for start in tl.range(0, size, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        one = tl.load(found_ptr + tile.to(tl.int64) * stride, mask=tile < size, other=0).to(tl.int32)
+        tl.store(lists_ptr + count + tl.cumsum(one, 0), tile, mask=one != 0)
+        count += tl.sum(one, 0)
+    tl.store(lists_ptr, count)
+
+
+_launch_lists = KernelLauncher(_lists_kernel)
+
+
 def lists_of(found: Tensor) -> Tensor:
-    """The places of the ones in each row of `found` [..., N], in order, after their number: int32 [..., N + 1]."""
-    order = found.argsort(dim=-1, descending=True, stable=True)
-    return torch.cat([found.sum(-1, keepdim=True), order], -1).to(torch.int32)
+    """The places of the ones in each row of `found` [B, M, N], in order, after their number: int32 [B, M, N + 1].
+
+    What follows the places is undefined.
+    """
+    batch, rows, size = found.shape
+    lists = found.new_empty(batch, rows, size + 1, dtype=torch.int32)
+    block = min(1024, triton.next_power_of_2(max(16, size)))
+    _launch_lists((batch * rows, 1, 1), (found, lists), found.stride(), (rows, size), (block,), 4)
+    return lists
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "words", "turned_words"])
