@@ -10,7 +10,6 @@ from __future__ import annotations
 # one.
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
-        "makes a mask of the keys that its indexer selects, some of them by pools": ("Glm5NextTextAttention",),
         "computes attention itself, without the interface that kernels are selected by": ("Gemma4AudioAttention",),
         "gets a mask of blocks even where FlashAttention runs, before 5.20": ("PixtralAttention",),
         "is in an image or audio tower, or attends to its output": (

@@ -143,8 +143,8 @@ def test_sub_models_get_their_own_attention():
     assert rows == {text: ("eager", "sdpa"), tower: ("sdpa", "")}
     assert model.config.get_text_config()._attn_implementation == "sdpa"
     assert model.config.vision_config._attn_implementation.startswith("opslot_sdpa")
-    # A named kernel is used in the sub-models that support it.
-    named = opslot.bind(model, {"attn_implementation": "sdpa"}, device="cpu")
+    # A kernel can be named for one of them.
+    named = opslot.bind(model, {"overrides": {"model.visual": {"attn_implementation": "sdpa"}}}, device="cpu")
     assert {row.slot: row.chosen for row in named if row.op == "attention"} == {text: "eager", tower: "sdpa"}
 
 

@@ -215,9 +215,9 @@ def ulysses_attention(attention: Callable[..., Any], pipeline: int = 1) -> Calla
     Returns:
         The same function of query [B, heads, S / sp, D], key and value [B, kv_heads, S / sp, D], whose output is
         [B, S / sp, heads, D] and whose weights are None. Sinks `s_aux` [heads] are of all heads; `attention_mask`,
-        `cu_seq_lens_*` and `max_length_*` those of the global sequence, and `selected_bits` [B, S / sp, ...] those of
-        the rank's queries. Its attribute `joins_shards` is True. With an `OverlappedAllToAll`, query and key are
-        global already.
+        `cu_seq_lens_*` and `max_length_*` those of the global sequence, and `selected_bits` [B, S / sp, ...] or
+        [B, kv_heads, S / sp, ...] those of the rank's queries. Its attribute `joins_shards` is True. With an
+        `OverlappedAllToAll`, query and key are global already.
     """
 
     # Kernels are single ops, and torch 2.11 cannot trace the mesh of the ranks.
@@ -236,12 +236,10 @@ def ulysses_attention(attention: Callable[..., Any], pipeline: int = 1) -> Calla
         ranks = get_parallel_state().sp_group
         if ranks is None:
             return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        if kwargs.get("selected_bits") is not None:
-            kwargs["selected_bits"] = gather_outputs(kwargs["selected_bits"], 1, ranks)
         overlapped = OverlappedAllToAll.of(module)
         if overlapped is not None:
             value = overlapped.wait("value", value)
-            kwargs |= _sinks_of(kwargs, ranks, 1)[0]
+            kwargs |= _of_heads(kwargs, ranks, 1)[0]
             output, _ = attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
             return gather_heads_scatter_seq(output, 2, 1, ranks), None
         repeats = kv_repeats(query.shape[1], key.shape[1], ranks.size())
@@ -253,9 +251,9 @@ def ulysses_attention(attention: Callable[..., Any], pipeline: int = 1) -> Calla
         ]
         inputs = [[AsyncAllToAll(x, ranks) for x in chunk] for chunk in zip(*chunks, strict=True)]
         outputs = []
-        for chunk, sinks in zip(inputs, _sinks_of(kwargs, ranks, count), strict=True):
+        for chunk, of_heads in zip(inputs, _of_heads(kwargs, ranks, count, repeats), strict=True):
             q, k, v = (merge_ranks(handle.wait(), 1).transpose(1, 2) for handle in chunk)
-            options = {**kwargs, **sinks}
+            options = {**kwargs, **of_heads}
             output, _ = attention(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **options)
             outputs.append(AsyncAllToAll(split_ranks(output, 1, ranks), ranks))
         gathered = [handle.wait() for handle in outputs]
@@ -265,9 +263,21 @@ def ulysses_attention(attention: Callable[..., Any], pipeline: int = 1) -> Calla
     return attend
 
 
-def _sinks_of(kwargs: dict[str, Any], group: ProcessGroup, chunks: int) -> list[dict[str, Tensor]]:
-    """Attention sinks of this rank's heads, for each of `chunks` chunks of them."""
-    sinks = kwargs.get("s_aux")
-    if sinks is None:
-        return [{}] * chunks
-    return [{"s_aux": part} for part in split_ranks(sinks, 0, group)[dist.get_rank(group)].chunk(chunks)]
+def _of_heads(kwargs: dict[str, Any], group: ProcessGroup, chunks: int, repeats: int = 1) -> list[dict[str, Tensor]]:
+    """Attention sinks and bits of selected keys of this rank's heads, for each of `chunks` chunks of them.
+
+    Args:
+        repeats: of each key/value head.
+    """
+    rank, found = dist.get_rank(group), {}
+    sinks, bits = kwargs.get("s_aux"), kwargs.get("selected_bits")
+    if sinks is not None:
+        found["s_aux"] = split_ranks(sinks, 0, group)[rank].chunk(chunks)
+    if bits is not None:
+        bits = gather_outputs(bits, -2, group)
+        if bits.dim() == 4:
+            own = split_ranks(bits.repeat_interleave(repeats, 1), 1, group)[rank]
+            found["selected_bits"] = own.chunk(chunks, 1)
+        else:
+            found["selected_bits"] = (bits,) * chunks
+    return [{name: parts[chunk] for name, parts in found.items()} for chunk in range(chunks)]

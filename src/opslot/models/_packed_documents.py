@@ -25,6 +25,7 @@ from opslot.ops._common.documents import (
 from opslot.slots.protocol import (
     attention_options,
     computes_attention,
+    indexers,
     mixes_documents,
     modules_by_document,
     unknown_layers,
@@ -68,6 +69,7 @@ def _models(model: nn.Module) -> Iterator[Any]:
 def _problem(part: nn.Module) -> str | None:
     """Why no kernel of attention separates the documents of a model; None where one can."""
     alone = {id(module) for _, outer in modules_by_document(part) for module in outer.modules()}
+    alone |= {id(module) for module in indexers(part, by_kernel=True)}
     modules = [module for module in part.modules() if id(module) not in alone]
     unknown = next(filter(None, map(unknown_layers, modules)), None)
     found = next(filter(None, map(mixes_documents, modules)), None)

@@ -24,6 +24,7 @@ from opslot.distributed import (
 )
 from opslot.distributed.recurrence import HEADS, SCAN_HEADS
 from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
+from opslot.models._global_sequences import run_on_global_sequences
 from opslot.models._modalities import computes_features_inside, decoder_of
 from opslot.models._multimodal_sequence import has_whole_sequences, shard_at_decoder
 from opslot.models._own_loss import averages_its_own_labels, keeps_labels_in_place
@@ -94,6 +95,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
         _overlap_projections(decoder or model, repeats)
     if decoder is not None:
         shard_at_decoder(model, decoder)
+    run_on_global_sequences(decoder or model)
     model.register_forward_pre_hook(_require_positions, with_kwargs=True)
 
 

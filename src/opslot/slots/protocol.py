@@ -13,6 +13,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_unknown_layers`: why the layers of a model were not searched for that, and may do so too.
 - `_opslot_by_document`: an instance runs once for each document where a module in it keeps whole sequences, or where
   no kernel serves its attention.
+- `_opslot_on_global_sequences`: whether an instance that mixes tokens may run on the tokens of all ranks.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
 - `_opslot_adopt`: method that `apply` calls on an instance of another class that it moved to this one.
 - `_opslot_derived_from`: of a class that `apply` made for instances of a user's class, that class.
@@ -38,6 +39,7 @@ SKIPPED = PREFIX + "skipped"
 KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
 UNKNOWN_LAYERS = PREFIX + "unknown_layers"
 BY_DOCUMENT = PREFIX + "by_document"
+ON_GLOBAL_SEQUENCES = PREFIX + "on_global_sequences"
 MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
@@ -220,10 +222,13 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
     Such a model takes no packed documents, and no parts of sequences. The model may be inside a wrapper.
 
     Args:
-        by_kernel: attention gets the boundaries of documents; else only where a kernel is bound to it, and modules that
-            run once for each document take packed ones.
+        by_kernel: attention gets the boundaries of documents, and modules that may run on the tokens of all ranks do;
+            else only where a kernel is bound to it, and modules that run once for each document take packed ones.
     """
     alone = set() if by_kernel else {id(part) for _, outer in modules_by_document(model) for part in outer.modules()}
+    alone |= {id(part) for part in indexers(model, by_kernel)}
+    if by_kernel:
+        alone |= {id(part) for outer in model.modules() if runs_on_global_sequences(outer) for part in outer.modules()}
     for module in model.modules():
         reason = None if id(module) in alone else keeps_itself(module)
         if not by_kernel and not is_own_attention(getattr(module.__dict__.get("config"), "_attn_implementation", "")):
@@ -233,9 +238,28 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
     return None
 
 
+def indexers(model: Any, by_kernel: bool = False) -> Iterator[Any]:
+    """The modules in attention to the keys that an indexer selects. With a kernel it selects within documents; without
+    one, attention runs once for each document where the indexer would not.
+
+    Args:
+        by_kernel: whether all attention has a kernel; else only where one is bound to it.
+    """
+    for module in model.modules():
+        if (attention_options(module) or ("",))[0] != "indexed":
+            continue
+        if by_kernel or is_own_attention(module.config._attn_implementation):
+            yield from (part for part in module.modules() if part is not module)
+
+
 def keeps_itself(module: Any) -> str | None:
     """Why tokens may see each other in the code of a module's class."""
     return mixes_documents(module) or unknown_layers(module)
+
+
+def runs_on_global_sequences(module: Any) -> bool:
+    """Whether a module mixes tokens, and gets those of all ranks where these hold shards of sequences."""
+    return getattr(type(module), ON_GLOBAL_SEQUENCES, False)
 
 
 def mixes_documents(module: Any) -> str | None:
@@ -267,7 +291,8 @@ def why_by_document(module: Any) -> str | None:
     """Why a module runs once for each packed document; None for a module that takes all of them in one call."""
     if not hasattr(type(module), BY_DOCUMENT):
         return None
-    inside = (reason for part in module.modules() if (reason := keeps_itself(part)))
+    alone = {id(part) for part in indexers(module)}
+    inside = (reason for part in module.modules() if id(part) not in alone and (reason := keeps_itself(part)))
     without_kernel = attention_skip(module)
     return next(inside, None if without_kernel is None else f"{type(module).__name__} {without_kernel}")
 

@@ -137,7 +137,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **_equal(1, "n_input_layers n_recurrent_layers n_output_layers"),
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    "glm5_next_text": {"index_topk": 16},
+    "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        # As many as key/value heads.
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
     "glm4v_moe_text": {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
@@ -221,11 +228,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # Read by `get_rope_index`.
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _STARTS),
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        # Few heads would give many pools a score of 0.
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
+        "ple_layer_ids": [1],
+        "eos_token_id": 2,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 40,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 2,
     },
     "zaya": {"num_experts_per_tok": 1},
     # Later attention shares the weights of the first.

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, ModuleView, names_in
 from opslot.patchgen.source import nodes_below
-from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, UNKNOWN_LAYERS
+from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, ON_GLOBAL_SEQUENCES, UNKNOWN_LAYERS
 
 # Transformers' masks of tokens that see earlier tokens of their document.
 _MASKS = {
@@ -70,6 +70,8 @@ _REVIEWED: dict[str, str] = {
     "9c794733c86a": "jetmoe: tokens sorted by expert",
     "d7f3c4c77cc4": "jetmoe: the order of tokens by expert",
 }
+# Forwards of modules of few layers that mix tokens of [B, S, ...] and return such a tensor, by fingerprint.
+_ON_GLOBAL_SEQUENCES = {"b0e6cf3fee9d": "qwen4_exp: embeddings of n-grams, and a convolution"}
 # Methods that get no activations.
 _SETUP = ("compute_default_rope_parameters",)
 # Modules that act per token.
@@ -108,6 +110,8 @@ class WholeSequences:
         for name in parts:
             if reason := _mixes(module, name):
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
+            if module.fingerprint(f"{name}.forward") in _ON_GLOBAL_SEQUENCES:
+                yield ClassFact(name, ON_GLOBAL_SEQUENCES, True)
         for name in _counting_rows(module):
             yield ClassFact(
                 name, KEEPS_SEQUENCES, f"{name} counts the positions of each row, and takes no position_ids"

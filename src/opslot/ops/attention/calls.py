@@ -67,3 +67,62 @@ def select_keys(*args: Any) -> Any:
     from opslot.ops.attention import indexed
 
     return indexed.select_keys(*args)
+
+
+def mask_of(mask: Any) -> Any:
+    """The mask that a model passes to its attention, of which an indexer may get `Visible`."""
+    return mask.mask if isinstance(mask, Visible) else mask
+
+
+def visible_by_mask(mask: Any) -> Visible:
+    """`mask` where an indexer gets `Visible`, else the keys that a dense mask [B, 1, S, T] shows."""
+    if isinstance(mask, Visible):
+        return mask
+    return Visible(None, (mask if mask.dtype == mask.bool().dtype else mask == 0)[:, 0])
+
+
+def visible_tokens(shown: Any) -> Visible:
+    """The keys of a mask bool [B, S, T]."""
+    return Visible(None, shown)
+
+
+def dense_mask(bits: Any, keys: int) -> Any:
+    """Bool [B, 1, S, keys] of the bits of selected keys."""
+    from opslot.ops.attention.reference import unpack_bits
+
+    return unpack_bits(bits, keys)[:, None]
+
+
+def keys_of_all_ranks(*args: Any) -> Any:
+    """Keys of the whole sequence; see `indexed.keys_of_all_ranks`."""
+    from opslot.ops.attention import indexed
+
+    return indexed.keys_of_all_ranks(*args)
+
+
+def pools_of(*args: Any) -> Any:
+    """The pools of keys that an indexer selects; see `pools.pools_of`."""
+    from opslot.ops.attention import pools
+
+    return pools.pools_of(*args)
+
+
+def select_pools(*args: Any) -> Any:
+    """The keys of the selected pools as bits; see `pools.select_pools`."""
+    from opslot.ops.attention import pools
+
+    return pools.select_pools(*args)
+
+
+def select_blocks(*args: Any) -> Any:
+    """The keys of the selected blocks as bits; see `pools.select_blocks`."""
+    from opslot.ops.attention import pools
+
+    return pools.select_blocks(*args)
+
+
+def blocks_before(position_ids: Any, keys: int, size: int) -> Any:
+    """Blocks of `size` keys of `keys`, and the keys up to each position: arguments of block_max in indexer_scores."""
+    from opslot.ops.attention import pools
+
+    return pools.blocks_before(position_ids, keys, size)

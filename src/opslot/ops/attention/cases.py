@@ -31,12 +31,14 @@ def _case(
     sinks: bool = False,
     keys: int | None = None,
     top: int | None = None,
+    heads_apart: bool = False,
     **options: Any,
 ) -> InputCase:
     """Self-attention, or to other `keys`.
 
     Args:
         top: how many earlier keys each query sees at most, given as bits.
+        heads_apart: key/value heads see other keys.
     """
     batch, heads, kv_heads, length, width = shape
 
@@ -57,7 +59,13 @@ def _case(
         if sinks:
             arguments["s_aux"] = randn((heads,), dtype, device, generator)
         if top is not None:
-            arguments["selected_bits"] = _earlier_keys(length, top, device).expand(batch, -1, -1)
+            bits = _earlier_keys(length, top, device).expand(batch, -1, -1)
+            if heads_apart:
+                others = [
+                    _earlier_keys(length, top, device, 7 * head).expand(batch, -1, -1) for head in range(kv_heads)
+                ]
+                bits = torch.stack(others, 1)
+            arguments["selected_bits"] = bits
         if documents is not None:
             cu_seqlens = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
             longest = max(documents)
@@ -72,12 +80,16 @@ def _case(
     return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
 
 
-def _earlier_keys(length: int, top: int, device: torch.device) -> Tensor:
-    """Bits [1, S, ceil(S / 32)] of `top` keys up to each query, other ones for each: its own, and some in two areas."""
+def _earlier_keys(length: int, top: int, device: torch.device, shift: int = 0) -> Tensor:
+    """Bits [1, S, ceil(S / 32)] of `top` keys up to each query, other ones for each: its own, and some in two areas.
+
+    Args:
+        shift: of the keys in the second area.
+    """
     token = torch.arange(length, device=device)[:, None]
     mask = torch.zeros(length, length + 1, dtype=torch.bool, device=device)
     place = torch.arange(top, device=device)
-    key = torch.where(place % 2 == 0, token - place // 2 * 3, (token // 64 * 7 + place // 2 * 5) % length)
+    key = torch.where(place % 2 == 0, token - place // 2 * 3, (token // 64 * 7 + place // 2 * 5 + shift) % length)
     mask.scatter_(1, key.where((key >= 0) & (key <= token), length), True)
     return pack_bits(mask[None, :, :-1])
 
@@ -168,11 +180,17 @@ CASES = {
         _case("keys of each query", (2, 4, 4, 70, 48), value_width=32, top=9),
         _case("keys of each query, sinks, whole tiles", (1, 4, 4, 64, 32), top=5, sinks=True),
         _case("keys of each query, grouped heads", (1, 6, 2, 40, 32), top=3),
+        _case("keys of each query, four heads in a group", (2, 8, 2, 70, 48), top=9),
+        _case("keys of each key/value head", (2, 8, 2, 75, 32), top=5, heads_apart=True),
+        _case("keys of each key/value head, large groups", (1, 128, 2, 40, 16), top=3, heads_apart=True),
+        _case("keys of each key/value head, six heads in a group", (1, 12, 2, 40, 32), top=3, heads_apart=True),
         _case("keys of each query, two tiles of a head", (1, 2, 2, 130, 192), value_width=128, top=12),
         _case("all earlier keys", (1, 4, 4, 40, 48), value_width=32),
         _case(
             "8192, 128 heads, D=192/128, top 2048", (1, 128, 128, 8192, 192), None, "bench", value_width=128, top=2048
         ),
+        _case("8192, 16/2 heads, D=256, top 2048", (1, 16, 2, 8192, 256), None, "bench", top=2048),
+        _case("8192, 64/4 heads, top 2048 each", (1, 64, 4, 8192, 128), None, "bench", top=2048, heads_apart=True),
     ],
     "bidirectional": [
         _case("bidirectional", (2, 4, 4, 21, 64), causal=False),

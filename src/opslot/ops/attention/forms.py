@@ -126,7 +126,8 @@ class Attention:
             if "ALL_ATTENTION_FUNCTIONS" not in module.text(forward) or "self.compressor(" in module.text(forward):
                 continue
             eager = _eager_function(module, forward)
-            variant = _variant(module, name)
+            indexed = _indexed(module, name)
+            variant = _variant(module, name) if indexed is None else indexed_attention.VARIANT
             reason = _unsupported(module, name, eager, variant)
             if not reason and maker:
                 reason = f"gets masks that {maker} makes with another config"
@@ -134,7 +135,8 @@ class Attention:
                 yield Skip(name, OP, reason)
             else:
                 slot, cross = Slot(OP, variant), _cross_calls(module, forward)
-                write = _Write(name, slot, eager, _options(module, forward), cross, tuple(_with_block_masks(module)))
+                masks = tuple(_with_block_masks(module))
+                write = _Write(name, slot, eager, _options(module, forward), cross, masks, indexed)
                 yield Match(name, OP, variant, write)
 
 
@@ -145,6 +147,7 @@ class _Write:
     Attributes:
         cross: those calls, and how often each is in the text; after the condition under which it is cross attention.
         block_masks: the methods that do not pass the boundaries of images.
+        indexed: how it attends to the keys that an indexer selects; None where it has none.
     """
 
     name: str
@@ -153,10 +156,11 @@ class _Write:
     options: dict[str, str]
     cross: tuple[str, Counter[str]] | None
     block_masks: tuple[str, ...]
+    indexed: indexed_attention.IndexedForm | None
 
     def __call__(self, patch: PatchConfig) -> None:
-        if self.slot.variant == indexed_attention.VARIANT:
-            indexed_attention.write(patch, self.name)
+        if self.indexed is not None:
+            self.indexed.write(patch, self.name)
         patch.slot_config([self.name], self.slot, depends=[self.eager])
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
         for method in self.block_masks:
@@ -321,17 +325,20 @@ def _eager_function(module: ModuleView, forward: str) -> str:
 
 def _variant(module: ModuleView, name: str) -> str:
     """ "bidirectional" for a class that is never causal; of another one, instances have an attribute for it."""
-    # After the forms of all ops are loaded: an import of its package would import torch.
-    from opslot.ops.indexer_scores.forms import selects_keys
-
-    if _is_sparse(module, f"{name}.forward") and indexed_attention.is_indexed(module, name, selects_keys):
-        return indexed_attention.VARIANT
     calls = module.calls(f"{name}.forward", "attention_interface")
     given = [_argument(call, "is_causal") for call in calls]
     if calls and all(_is_false(value) for value in given):
         return "bidirectional"
     never = re.search(r"self\.is_causal = False\b", module.text(f"{name}.__init__"))
     return "bidirectional" if never else "causal"
+
+
+def _indexed(module: ModuleView, name: str) -> indexed_attention.IndexedForm | None:
+    """How a class attends to the keys that an indexer selects, by a form of it; None for other classes."""
+    # After the forms of all ops are loaded: an import of its package would import torch.
+    from opslot.ops.indexer_scores.forms import selects_keys
+
+    return indexed_attention.form_of(module, name, selects_keys)
 
 
 def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str:

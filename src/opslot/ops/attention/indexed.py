@@ -5,7 +5,7 @@ Scores exist for one chunk of queries at a time, [B, chunk, T], and never for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def visible_keys(module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwarg
     ranks = _ranks(module)
     if ranks is not None:
         return _of_global_sequences(module, query, mask, kwargs, ranks)
-    shown = None
+    shown, given = None, mask if isinstance(mask, Tensor) else None
     if isinstance(mask, Layout):
         kwargs = mask.arguments(query, kwargs)
     elif mask is not None:
@@ -49,10 +49,16 @@ def visible_keys(module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwarg
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if shown is not None and shown.shape[1] > 1 and cu_seqlens is None:
         # Also unused keys of a static cache, after which the last query is not.
-        return Visible(None, shown)
+        return Visible(None, shown, mask=given)
     sizes = query.shape[0], query.shape[2], key.shape[2]
     window = kwargs.get("sliding_window")
-    return Visible(_intervals(query, cu_seqlens, *sizes, causal_of(module, kwargs), window), shown)
+    found = _intervals(query, cu_seqlens, *sizes, causal_of(module, kwargs), window)
+    return Visible(found, shown, documents=_documents(cu_seqlens), mask=given)
+
+
+def _documents(cu_seqlens: Tensor | None) -> int:
+    """How many documents a row may have: those after the last boundary too."""
+    return 1 if cu_seqlens is None else cu_seqlens.shape[0]
 
 
 def _ranks(module: nn.Module) -> ProcessGroup | None:
@@ -81,8 +87,22 @@ def _of_global_sequences(
     batch, _, local, _ = query.shape
     length = local * ranks.size()
     options = causal_of(module, kwargs), kwargs.get("sliding_window")
-    found = _intervals(query, kwargs.get("cu_seq_lens_q"), batch, length, length, *options)
-    return Visible(found.narrow(2, dist.get_rank(ranks) * local, local), None, ranks)
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    found = _intervals(query, cu_seqlens, batch, length, length, *options)
+    own = found.narrow(2, dist.get_rank(ranks) * local, local)
+    given = mask if isinstance(mask, Tensor) else None
+    return Visible(own, None, ranks, found[0], _documents(cu_seqlens), given)
+
+
+def keys_of_all_ranks(key: Tensor, visible: Visible) -> Tensor:
+    """[B, T, ...] of a rank's shard [B, T / ranks, ...], without gradient; `key` itself where ranks have whole keys."""
+    return key if visible.ranks is None else _of_all_ranks(key, visible.ranks)
+
+
+def chunks_of_queries(length: int, row_bytes: int) -> Iterator[slice]:
+    """Chunks of `length` queries, whose scores take `row_bytes` each."""
+    chunk = max(1, _SCORES_BYTES // max(1, row_bytes))
+    return (slice(first, first + chunk) for first in range(0, max(1, length), chunk))
 
 
 def select_keys(
@@ -103,20 +123,16 @@ def select_keys(
         query, key, weights, scale: its arguments.
     """
     scores = kernel or eager_scores
-    if visible.ranks is not None:
-        key = _of_all_ranks(key, visible.ranks)
+    key = keys_of_all_ranks(key, visible)
     batch, length, heads, _ = query.shape
-    row_bytes = 4 * batch * key.shape[1] * (1 if kernel else heads)
-    chunk = max(1, _SCORES_BYTES // max(1, row_bytes))
     found = []
-    for first in range(0, max(1, length), chunk):
-        part = slice(first, first + chunk)
+    for part in chunks_of_queries(length, 4 * batch * key.shape[1] * (1 if kernel else heads)):
         limits = None if visible.intervals is None else visible.intervals[:, :, part]
         own = scores(query[:, part], key, weights[:, part], scale, limits)
         if visible.shown is not None:
             shown = visible.shown if visible.shown.shape[1] == 1 else visible.shown[:, part]
             own = own.masked_fill(~shown, float("-inf"))
-        found.append(_select(own, top))
+        found.append(select(own, top))
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
@@ -156,4 +172,4 @@ def _run_select(bits: Tensor, scores: Tensor, top: int) -> None:
     launch_select(scores, top, bits)
 
 
-_select = launch_op("select_keys(Tensor scores, SymInt top) -> Tensor", _allocate_bits, _run_select)
+select = launch_op("select_keys(Tensor scores, SymInt top) -> Tensor", _allocate_bits, _run_select)

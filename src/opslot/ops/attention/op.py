@@ -295,7 +295,7 @@ OP = OpSpec(
     variants={
         "causal": _variant("causal", "causal, grouped heads, packed documents"),
         "bidirectional": _variant("bidirectional", "of encoders and towers, packed documents"),
-        "indexed": _variant("indexed", "causal, to the keys that an indexer selects (DeepSeek-V3.2, GLM-5)"),
+        "indexed": _variant("indexed", "causal, to the keys that an indexer selects (DeepSeek-V3.2, GLM-5, Qwen4)"),
         "compressed": _variant("compressed", "causal in a window and to compressed keys, with sinks (DeepSeek-V4)"),
     },
     applies_to=_applies_to,

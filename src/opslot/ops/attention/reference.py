@@ -28,8 +28,8 @@ def reference(
     Without a mask, causal if `is_causal` or else `module.is_causal` is set (the last query sees every key), and limited
     to `sliding_window` tokens. `softcap` caps the scores; `s_aux` [heads] are attention sinks, logits in the softmax
     without a value. `selected_bits` int32 [B, S, ceil(S_kv / 32)] are all keys that each query sees, whatever else is
-    given: bit i of word w is key 32 w + i. The softmax runs in fp32 (fp64 for fp64 input), as Transformers' eager
-    attention does.
+    given: bit i of word w is key 32 w + i; with [B, kv_heads, S, ...], those of each key/value head. The softmax runs
+    in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
     """
     reject_options("eager", kwargs, served=("softcap", "s_aux", "selected_bits"))
     groups = query.shape[1] // key.shape[1]
@@ -39,7 +39,9 @@ def reference(
         scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
     bits = kwargs.get("selected_bits")
     if bits is not None:
-        attention_mask = unpack_bits(bits, key.shape[2])[:, None]
+        attention_mask = unpack_bits(bits, key.shape[2])
+        of_heads = attention_mask.dim() == 4
+        attention_mask = attention_mask.repeat_interleave(groups, 1) if of_heads else attention_mask[:, None]
     elif attention_mask is None or kwargs.get("cu_seq_lens_q") is not None:
         attention_mask = visible(module, query, key, kwargs)
     if attention_mask is not None and attention_mask.is_floating_point():
@@ -56,13 +58,13 @@ def reference(
 
 
 def unpack_bits(bits: Tensor, keys: int) -> Tensor:
-    """Bool [B, S, keys] of int32 [B, S, ceil(keys / 32)]."""
+    """Bool [..., S, keys] of int32 [..., S, ceil(keys / 32)]."""
     shifts = torch.arange(32, dtype=bits.dtype, device=bits.device)
     return ((bits[..., None] >> shifts) & 1).flatten(-2)[..., :keys].bool()
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Int32 [B, S, ceil(keys / 32)] of bool [B, S, keys]; the bits after the last key are 0."""
+    """Int32 [..., S, ceil(keys / 32)] of bool [..., S, keys]; the bits after the last key are 0."""
     words = nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32)).to(torch.int64)
     return (words << torch.arange(32, device=mask.device)).sum(-1).to(torch.int32)
 

@@ -66,11 +66,13 @@ def make_attention(
         cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         options = (kwargs.get("s_aux"), scale, causal, kwargs.get("sliding_window"), kwargs.get("softcap"))
         if kwargs.get("selected_bits") is not None:
-            group = q.shape[2] // k.shape[2]
-            if group > 1:
-                # No known model has grouped heads here.
-                k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-            return attend(q, k, v, None, None, *options, kwargs["selected_bits"]), None
+            bits, group = kwargs["selected_bits"], q.shape[2] // k.shape[2]
+            repeats = group // (group & -group)
+            if repeats > 1:
+                # The kernels read the bits of groups whose size is a power of two.
+                k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
+                bits = bits.repeat_interleave(repeats, 1) if bits.dim() == 4 else bits
+            return attend(q, k, v, None, None, *options, bits), None
         if cu_q is None and attention_mask is not None:
             return _padded(attend, q, k, v, attention_mask, options), None
         return attend(q, k, v, cu_q, cu_k, *options), None
@@ -100,7 +102,7 @@ def attend(
         sinks: [N], logits without a value in the softmax of every query.
         window: number of keys that a query sees, its own included.
         selected_bits: int32 [B, S, ceil(S_kv / 32)], all keys that each query sees, whatever the documents, causality
-            and window; without grouped heads.
+            and window, or [B, K, S, ceil(S_kv / 32)] for each key/value head. N / K is a power of two.
     """
     if cu_seqlens_k is cu_seqlens_q:
         # Dynamo rejects a tensor that is passed twice.
@@ -153,9 +155,10 @@ def _check_options(name: str, query: Tensor, key: Tensor, served: tuple[str, ...
     bits = kwargs.get("selected_bits")
     if bits is not None:
         shape = (query.shape[0], query.shape[2], cdiv(key.shape[2], 32))
-        if bits.dtype != torch.int32 or bits.shape != shape:
+        of_heads = (shape[0], key.shape[1], *shape[1:])
+        if bits.dtype != torch.int32 or bits.shape not in (shape, of_heads):
             found = f"it is {bits.dtype} {tuple(bits.shape)} for {key.shape[2]} keys"
-            reject(kernel, "selected_bits", found, f"pass int32 {shape}")
+            reject(kernel, "selected_bits", found, f"pass int32 {shape}, or {of_heads} for each key/value head")
     sinks, cu_q, cu_k = (kwargs.get(option) for option in ("s_aux", "cu_seq_lens_q", "cu_seq_lens_k"))
     if sinks is not None and sinks.shape != query.shape[1:2]:
         found = f"its shape is {tuple(sinks.shape)} beside {query.shape[1]} query heads"
@@ -296,18 +299,19 @@ class _Call:
         return size * self.batch * self.kv_heads, 1, 1
 
 
-# Of a kernel: intervals of keys or queries, bits, the lists of tiles with bits; and two of its constants: whether there
-# are bits, and whether all tiles that it reads are whole.
-_Seen = tuple[tuple[Tensor | None, Tensor | None, Tensor | None], tuple[int, bool]]
+# Of a kernel: intervals of keys or queries, bits, the lists of tiles with bits; and three of its constants: whether
+# there are bits, whether key/value heads have bits of their own, and whether all tiles that it reads are whole.
+_Seen = tuple[tuple[Tensor | None, Tensor | None, Tensor | None], tuple[int, bool, bool]]
 
 
 @dataclass(frozen=True)
 class _Visible:
-    """The keys that each query sees: intervals, or bits."""
+    """The keys that each query sees: intervals, or bits [B, S, words], or with `heads_apart` [B * K, S, words]."""
 
     call: _Call
     intervals: Tensor | None
     bits: Tensor | None
+    heads_apart: bool = False
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -319,16 +323,18 @@ class _Visible:
     def of_rows(self, tile: Tile) -> _Seen:
         """For a kernel over tiles of rows."""
         if self.bits is None:
-            return (self.intervals, None, None), (0, False)
-        found = tiles_with_bits(self.bits, self.call.keys, tile.rows, tile.keys)
-        return (None, self.bits, lists_of(found)), (1, self.call.keys % tile.keys == 0)
+            return (self.intervals, None, None), (0, False, False)
+        found = tiles_with_bits(self.bits, self.call.keys, tile.rows, tile.keys, self.call.group)
+        whole = self.call.keys % tile.keys == 0
+        return (None, self.bits, lists_of(found)), (1, self.heads_apart, whole)
 
     def of_keys(self, tile: Tile, transposed: Tensor | None) -> _Seen:
         """For a kernel over tiles of keys; `transposed` bits."""
         if self.bits is None:
-            return (self.intervals, None, None), (0, False)
-        found = tiles_with_bits(self.bits, self.call.keys, tile.rows, tile.keys).transpose(1, 2)
-        return (None, transposed, lists_of(found)), (1, self.call.queries % tile.rows == 0)
+            return (self.intervals, None, None), (0, False, False)
+        found = tiles_with_bits(self.bits, self.call.keys, tile.rows, tile.keys, self.call.group).transpose(1, 2)
+        whole = self.call.queries * self.call.group % tile.rows == 0
+        return (None, transposed, lists_of(found)), (1, self.heads_apart, whole)
 
 
 def _visible(
@@ -342,8 +348,10 @@ def _visible(
     window: int | None,
 ) -> _Visible:
     if bits is not None:
-        assert call.group == 1, "bits are of one head per key/value head"
-        return _Visible(call, None, bits.contiguous())
+        assert call.group & (call.group - 1) == 0, "a group whose size is not a power of two"
+        heads_apart = bits.dim() == 4
+        bits = bits.contiguous()
+        return _Visible(call, None, bits.flatten(0, 1) if heads_apart else bits, heads_apart)
     return _Visible(call, intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window), None)
 
 

@@ -16,8 +16,14 @@ class Visible(NamedTuple):
         intervals: int32 [2, B or 1, S], the first key that each query sees and the one after the last; or None.
         shown: bool [B or 1, S or 1, T], a mask; or None.
         ranks: those that hold the shards of each sequence, in their order, if a rank has shards of the keys too.
+        starts: int32 [B or 1, T], the first key of each key's document, where queries are a shard of them; or None.
+        documents: how many documents a row may have.
+        mask: what the model passes to its attention.
     """
 
     intervals: Tensor | None
     shown: Tensor | None
     ranks: ProcessGroup | None = None
+    starts: Tensor | None = None
+    documents: int = 1
+    mask: Tensor | None = None

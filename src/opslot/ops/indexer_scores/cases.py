@@ -60,6 +60,41 @@ CASES = [
 ]
 
 
+def _block_case(
+    name: str, shape: tuple[int, int, int, int], size: int, document: int | None = None, role: str = "check"
+) -> InputCase:
+    """Blocks of `size` keys from the start of each document, of as many keys as queries [B, S, H, D]."""
+    batch, length, heads, width = shape
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        token = torch.arange(length, device=device)
+        documents = range(0, length, document or max(1, length))
+        bounds = [
+            (first, min(first + size, start + (document or length), length))
+            for start in documents
+            for first in range(start, min(start + (document or length), length), size)
+        ]
+        visible = torch.stack([token // document * document if document else token * 0, token + 1])
+        return {
+            "query": randn((batch, length, heads, width), dtype, device, generator),
+            "key": randn((batch, length, width), dtype, device, generator),
+            "blocks": torch.tensor(bounds, dtype=torch.int32, device=device).view(-1, 2).T[:, None],
+            "visible": visible[:, None].to(torch.int32),
+        }
+
+    return InputCase(name, make, role, {"heads": heads, "head_dim": width})
+
+
+BLOCK_CASES = [
+    _block_case("causal", (2, 70, 3, 32), 16),
+    _block_case("documents", (1, 90, 2, 24), 16, document=40),
+    _block_case("blocks of several tiles", (1, 150, 2, 32), 128),
+    _block_case("one query", (2, 1, 4, 64), 8),
+    _block_case("no queries", (1, 0, 4, 32), 8),
+    _block_case("8192, 4 heads, D=128, blocks of 128", (1, 8192, 4, 128), 128, role="bench"),
+]
+
+
 def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
     heads, width = shape["heads"], shape["head_dim"]
     length = min(tokens, 4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
@@ -61,12 +61,133 @@ else:
     index_scores = {kernel}({arguments})
 """
 _CALLS = "opslot.ops.attention.calls"
+_WEIGHTS_OF_HEADS = "self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * (self.n_heads**-0.5)"
+# Of Qwen4: without a slot, a loop over all queries.
+_SELECTS_POOLS = """\
+if {kernel} is not None or selects_bits(attention_mask):
+    with torch.no_grad():
+        visible = visible_by_mask(attention_mask)
+        raw_keys, full_cos, full_sin = (keys_of_all_ranks(x, visible) for x in (raw_keys, full_cos, full_sin))
+        pools = pools_of(visible, raw_keys.shape[1], self.compress_ratio)
+        pool_keys = self.k_layernorm(pools.gather(raw_keys).float().mean(dim=2).to(raw_keys.dtype))
+        pool_keys = apply_rotary_pos_emb(
+            pool_keys.unsqueeze(2), cos=pools.first(full_cos), sin=pools.first(full_sin), unsqueeze_dim=2
+        ).squeeze(2)
+        scale = 1 / math.sqrt(self.index_head_dim)
+        bits = select_pools({kernel}, q, pool_keys, None, scale, pools, self.block_topk)
+    return bits if selects_bits(attention_mask) else dense_mask(bits, raw_keys.shape[1])"""
+# Of GLM-5.3, whose mask is one of padding.
+_SELECTS_GATED_POOLS = f"""\
+if selects_bits(visible):
+    if past_key_values is not None:
+        shown = packed_states[..., -1].bool()
+        visible = visible_tokens(
+            self.get_visible_tokens(valid_keys=shown, q_length=seq_len, current_length=current_length)
+        )
+    packed_states = keys_of_all_ranks(packed_states, visible)
+    pools = pools_of(visible, packed_states.shape[1], self.index_kpool)
+    pooled, gates, _ = pools.gather(packed_states).split([self.head_dim, self.head_dim, 1], dim=-1)
+    shares = (gates.float() + self.index_kpool_compress_ape.float()).softmax(dim=2).to(pooled.dtype)
+    weights = {_WEIGHTS_OF_HEADS}
+    pool_keys, top = (shares * pooled).sum(dim=2), self.index_topk // self.index_kpool
+    with_tail = self.index_kpool_always_select_tail
+    return select_pools({{kernel}}, q, pool_keys, weights, self.softmax_scale, pools, top, with_tail)"""
+# Of MiniMax-M3.
+_BLOCK_SCORES = """\
+scores = torch.matmul(idx_q.float(), idx_k.float().transpose(-1, -2))
+k_positions = torch.arange(k_len, device=idx_q.device)
+token_future = k_positions[None, None, None, :] > position_ids[:, None, :, None]
+scores = scores.masked_fill(token_future, float('-inf'))
+if pad:
+    scores = F.pad(scores, (0, pad), value=float('-inf'))
+scores = scores.view(batch, self.num_heads, q_len, num_key_blocks, self.block_size)
+block_scores = scores.amax(dim=-1)"""
+_BLOCK_SCORES_BY_KERNEL = """\
+if {kernel} is None:
+    $match
+else:
+    blocks = blocks_before(position_ids, k_len, self.block_size)
+    block_scores = {kernel}(idx_q.transpose(1, 2), idx_k.squeeze(1), *blocks)"""
+_SELECTS_BLOCKS = """\
+if selects_bits(position_ids):
+    queries, keys = idx_q.transpose(1, 2), idx_k.squeeze(1)
+    top = self.topk_blocks
+    return select_blocks({kernel}, queries, keys, position_ids, self.block_size, self.local_blocks, top)"""
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """An indexer whose selection was reviewed as a whole.
+
+    Attributes:
+        hashes: fingerprints of its methods.
+        variant: of the slot.
+        inserted: statements that call the slot, before the statement at their beginning.
+        replaced: statements, and what replaces them.
+        imports: what these call.
+    """
+
+    hashes: Mapping[str, str]
+    variant: str
+    inserted: tuple[tuple[str, str], ...]
+    replaced: tuple[tuple[str, str], ...]
+    imports: tuple[str, ...]
+
+    def matches(self, module: ModuleView, name: str) -> bool:
+        return all(module.fingerprint(f"{name}.{method}") == hash_ for method, hash_ in self.hashes.items())
+
+
+_SELECTIONS = (
+    # qwen4_exp
+    _Selection(
+        {"forward": "431f56e0937c"},
+        "standard",
+        (("visible_token_indices = $mask", _SELECTS_POOLS),),
+        (),
+        ("dense_mask", "keys_of_all_ranks", "pools_of", "select_pools", "selects_bits", "visible_by_mask"),
+    ),
+    # glm5_next
+    _Selection(
+        {
+            "forward": "55cb7c98a5a7",
+            "get_visible_tokens": "d9a5038ace9c",
+            "get_pooled_states": "4e45b5a76f63",
+            "append_visible_tail": "ea9ef32ca217",
+        },
+        "standard",
+        (
+            (
+                "batch_size, seq_len = hidden_states.shape[:2]",
+                "visible, attention_mask = attention_mask, mask_of(attention_mask)",
+            ),
+            ("valid_keys = packed_states[..., -1].bool()", _SELECTS_GATED_POOLS),
+        ),
+        ((_STATEMENTS["pool_keys", _SCALE], _SCORES_ALONE.replace("{arguments}", f"q, pool_keys, weights, {_SCALE}")),),
+        ("keys_of_all_ranks", "mask_of", "pools_of", "select_pools", "selects_bits", "visible_tokens"),
+    ),
+    # minimax_m3_vl
+    _Selection(
+        {"forward": "0012b07cf4c6", "build_block_mask": "4ebf67bfe808"},
+        "block_max",
+        (("k_len = idx_k.shape[2]", _SELECTS_BLOCKS),),
+        ((_BLOCK_SCORES, _BLOCK_SCORES_BY_KERNEL),),
+        ("blocks_before", "select_blocks", "selects_bits"),
+    ),
+)
+
+
+def _selection(module: ModuleView, name: str) -> _Selection | None:
+    return next((found for found in _SELECTIONS if found.matches(module, name)), None)
+
+
 # An indexer that computes scores itself.
 _INLINE = re.compile(r"\bscores = torch\.(matmul|einsum)\(")
 
 
 def selects_keys(module: ModuleView, name: str) -> bool:
     """Whether an indexer returns bits of the selected keys where its mask is that of a kernel of attention."""
+    if _selection(module, name) is not None:
+        return True
     return _statements(module, name) is not None and module.count(f"{name}.forward", _SELECTS) == 1
 
 
@@ -83,8 +204,10 @@ class IndexerScores:
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, _ in module.methods():
-            found = _statements(module, name)
-            if found is not None:
+            found, selection = _statements(module, name), _selection(module, name)
+            if selection is not None:
+                yield Match(name, OP, selection.variant, _WriteSelection(name, selection))
+            elif found is not None:
                 yield Match(name, OP, _SLOT.variant, _Write(name, found, selects_keys(module, name)))
             elif name.endswith("Indexer") and _INLINE.search(module.text(f"{name}.forward")):
                 yield Skip(name, OP, "scores keys in another way than the reviewed forms")
@@ -105,6 +228,22 @@ class _Write:
         patch.replace(f"{self.name}.forward", _STATEMENTS[self.statements], replacement, slot=_SLOT)
         if self.selects:
             patch.add_import(_CALLS, ["select_keys", "selects_bits"])
+
+
+@dataclass(frozen=True)
+class _WriteSelection:
+    """Routes the scores of class `name` through the slot, and selects as a kernel of attention takes it."""
+
+    name: str
+    selection: _Selection
+
+    def __call__(self, patch: PatchConfig) -> None:
+        forward, slot = f"{self.name}.forward", Slot(OP, self.selection.variant)
+        inserted = [(anchor, f"{statements}\n$match") for anchor, statements in self.selection.inserted]
+        for pattern, text in (*inserted, *self.selection.replaced):
+            declared = slot if "{kernel}" in text else None
+            patch.replace(forward, pattern, text.replace("{kernel}", _KERNEL), slot=declared)
+        patch.add_import(_CALLS, self.selection.imports)
 
 
 FORMS = (

@@ -4,7 +4,9 @@ DeepSeek-V3.2 (DeepSeek-AI 2025), "lightning indexer": the score of a key is the
 weight * relu(scale * q . k). Attention then sees the keys with the highest scores. Which keys these are has no
 gradient, so the scores have none either: Transformers computes them without gradients.
 
-Shapes: B batch, S queries, T keys, H index heads, D their size.
+MiniMax-M3 scores blocks of keys: of each head, by the highest product of a query with a key in the block.
+
+Shapes: B batch, S queries, T keys, H index heads, D their size, P blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops.indexer_scores.cases import CASES, benchmark_case
+from opslot.ops.indexer_scores.cases import BLOCK_CASES, CASES, benchmark_case
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
@@ -41,6 +43,34 @@ def standard(query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, vi
         return scores.masked_fill(~seen, float("-inf"))
 
 
+def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Tensor:
+    """The scores [B, H, S, P] in float32 (float64 for float64), which have no gradient: the highest of q k in a block.
+
+    Args:
+        query: [B, S, H, D].
+        key: [B, T, D], shared by all heads.
+        blocks: int32 [2, B or 1, P], the first key of each block and the one after the last, in order; blocks after the
+            last may be empty, from T to 0.
+        visible: int32 [2, B or 1, S], the first key that each query sees and the one after the last. The scores of
+            blocks without such a key are -inf.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with torch.no_grad():
+        products = query.transpose(1, 2).to(dtype) @ key.to(dtype).transpose(-1, -2).unsqueeze(1)
+        position = torch.arange(key.shape[1], device=key.device)
+        seen = (position >= visible[0, ..., None]) & (position < visible[1, ..., None])
+        products = products.masked_fill(~seen[:, None], float("-inf"))
+        found = products.new_full((*products.shape[:3], blocks.shape[2]), float("-inf"))
+        first, end = blocks.contiguous()
+        block = (
+            torch.searchsorted(first, position.to(first.dtype).expand(first.shape[0], -1).contiguous(), right=True) - 1
+        )
+        inside = (block >= 0) & (position < end.gather(1, block.clamp(min=0)))
+        products = products.masked_fill(~inside[:, None, None], float("-inf"))
+        index = block.clamp(min=0)[:, None, None].expand_as(products)
+        return found.scatter_reduce_(-1, index, products, "amax")
+
+
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     sizes = {
         "heads": getattr(request.config, "index_n_heads", None),
@@ -58,6 +88,14 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
     return Cost(bytes=query.numel() * query.element_size() + 4 * batch * length * keys, flops=flops // share)
 
 
+def _block_cost(arguments: Mapping[str, Any]) -> Cost:
+    """Writes the scores; one matmul of each head, over half of the keys."""
+    query, keys, blocks = arguments["query"], arguments["key"].shape[1], arguments["blocks"].shape[2]
+    batch, length, heads, width = query.shape
+    bytes_moved = query.numel() * query.element_size() + 4 * batch * heads * length * blocks
+    return Cost(bytes=bytes_moved, flops=batch * length * keys * heads * width)
+
+
 OP = OpSpec(
     name="indexer_scores",
     description="scores by which the indexer of sparse attention selects keys",
@@ -70,7 +108,15 @@ OP = OpSpec(
             _cost,
             static_shape=_static_shape,
             benchmark_case=benchmark_case,
-            description="weighted sum of relu(q k) over index heads (DeepSeek-V3.2 and V4, GLM-5)",
-        )
+            description="weighted sum of relu(q k) over index heads (DeepSeek-V3.2 and V4, GLM-5, Qwen4)",
+        ),
+        "block_max": OpVariant(
+            "block_max",
+            block_max,
+            BLOCK_CASES,
+            (),
+            _block_cost,
+            description="highest q k in each block of keys (MiniMax-M3)",
+        ),
     },
 )

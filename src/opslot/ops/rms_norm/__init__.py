@@ -33,15 +33,21 @@ def _multiple_of_8(request: KernelRequest) -> str | None:
 # gated_groups at the sizes of Nemotron-3-Nano and Bamba-9B, 8192 tokens: triton 0.26 and 0.40, eager 2.02 and 3.90.
 # gated_sigmoid: triton 0.32, 0.17 and 0.30, eager 4.07, 2.12 and 4.36.
 _GATED = ("gated_sigmoid", "gated_groups")
+_IN_GROUPS = ("weight_offset_groups",)
 _WEIGHTED = ("standard", "weight_offset", "cast_after_weight")
 KERNEL_REGISTRY.register_op(OP)
-for _file, _variants in (("triton", [*(v for v in OP.variants if v not in _GATED)]), ("gated_triton", _GATED)):
+for _file, _variants in (
+    ("triton", [*(v for v in OP.variants if v not in (*_GATED, *_IN_GROUPS))]),
+    ("gated_triton", _GATED),
+):
     _factory = f"{_file}:{{variant}}"
     add_triton_kernel(
         OP, _variants, factory=_factory, priority={H200: 80}, description="one pass each way, deterministic"
     )
     # A separate name that guarantees the property; `triton` also has it.
     add_triton_kernel(OP, _variants, name="batch_invariant", factory=_factory, description="triton, batch-invariant")
+add_triton_kernel(OP, _IN_GROUPS, description="one pass each way, deterministic")
+add_triton_kernel(OP, _IN_GROUPS, name="batch_invariant", description="triton, batch-invariant")
 add_liger_kernel(OP, _WEIGHTED, priority={H200: 60}, description="Liger-Kernel, not in place")
 add_torch_kernel(OP, _WEIGHTED, priority={"cpu": fp32_priority(60)}, description="plain torch with a custom backward")
 for _quack, _variants in (

@@ -74,17 +74,36 @@ def cases(*roles: str) -> list[InputCase]:
     return cases
 
 
+def grouped(case: InputCase, groups: int, **options: bool) -> InputCase:
+    """A case whose rows are `groups`."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        arguments = case.make(dtype, device, generator)
+        return {**arguments, "group_size": arguments["weight"].shape[0] // groups, **options}
+
+    return replace(case, make=make)
+
+
+def offset_group_cases() -> list[InputCase]:
+    """Cases of `weight_offset_groups`."""
+    roles = ("weight",)
+    return [
+        _case("whole rows", (2, 33, 256), roles),
+        grouped(_case("four groups", (2, 33, 256), roles), 4),
+        grouped(_case("three odd groups", (6, 42, 123), roles), 3),
+        grouped(_case("one row", (1, 64), roles), 2),
+        grouped(_case("no rows", (0, 64), roles), 2),
+        grouped(_case("fp32 weight", (3, 11, 64), roles, weight_dtype=torch.float32), 2),
+        grouped(_case("column slice", (4, 9, 96), roles, view="columns"), 3),
+        grouped(_case("transposed rows", (4, 9, 96), roles, view="transposed"), 2),
+        grouped(_case("large values", (64, 160), roles, scale=1e3), 2),
+        grouped(_case("Qwen4 residual streams, 16384x8192", (16384, 8192), roles, role="bench"), 4),
+    ]
+
+
 def group_cases() -> list[InputCase]:
     """Cases of `gated_groups`."""
     falcon = {"gate_after": True, "cast_after_weight": True}
-
-    def grouped(case: InputCase, groups: int, **options: bool) -> InputCase:
-        def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-            arguments = case.make(dtype, device, generator)
-            return {**arguments, "group_size": arguments["weight"].shape[0] // groups, **options}
-
-        return replace(case, make=make)
-
     roles = ("weight", "gate")
     return [
         grouped(_case("one group", (2, 33, 256), roles), 1),

@@ -109,6 +109,14 @@ NORMS = MethodForms(
             _EPS,
         ),
         Reviewed(
+            "fd8cae7324ce",
+            "weight_offset_groups",
+            "the same, normalized in groups where the module has them",
+            "qwen4_exp",
+            "8c8ba17c9d35",
+            f"{_EPS}, self.group_size",
+        ),
+        Reviewed(
             "816fd1ef7e4a",
             "cast_after_weight",
             "weight * (x / rms(x)) in fp32, cast back after the weight; without a weight if with_scale is False",

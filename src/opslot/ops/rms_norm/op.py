@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opslot.ops._common.fused_norms import can_serve
 from opslot.ops._common.model_config import head_sizes, text_config
-from opslot.ops.rms_norm.cases import cases, group_cases, make_benchmark_case
+from opslot.ops.rms_norm.cases import cases, group_cases, make_benchmark_case, offset_group_cases
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 from opslot.slots.protocol import declared_slots
 
@@ -85,6 +85,14 @@ def gated_groups(
     if gate_after:
         out = out * silu
     return out.to(hidden_states.dtype) if cast_after_weight or gate_after else out
+
+
+def weight_offset_groups(hidden_states: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
+    """`weight_offset` in groups of `group_size` elements, which divide a row; whole rows if None. Used by Qwen4."""
+    if group_size is None:
+        return weight_offset(hidden_states, weight, eps)
+    x, of_groups = (each.unflatten(-1, (-1, group_size)) for each in (hidden_states, weight))
+    return weight_offset(x, of_groups, eps).flatten(-2)
 
 
 def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
@@ -179,6 +187,12 @@ _VARIANTS = (
     _variant(standard, "cast, then times weight", "weight"),
     _variant(weight_offset, "times (1 + weight) in fp32", "weight"),
     _variant(cast_after_weight, "times weight in fp32, then cast", "weight"),
+    replace(
+        _variant(weight_offset_groups, "weight_offset in groups", "weight"),
+        cases=offset_group_cases(),
+        static_shape=None,
+        benchmark_case=None,
+    ),
     _gated(gated, "standard, then times silu(gate)", check_module=_silu_gate),
     _gated(gated_sigmoid, "times weight and sigmoid(gate) in fp32, then cast", check_module=_sigmoid_gate),
     replace(

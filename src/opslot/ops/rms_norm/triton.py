@@ -44,10 +44,16 @@ def _forward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    if GROUPS > 1:
+        # Without a gate and a residual: WIDTH of the columns.
+        x_ptr += tl.program_id(1) * WIDTH
+        weight_ptr += tl.program_id(1) * WIDTH
+        out_ptr += tl.program_id(1) * WIDTH
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < WIDTH)
@@ -70,7 +76,7 @@ def _forward_kernel(
     if HAS_GATE:
         gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
         normalized *= gate / (1.0 + tl.exp(-gate))
-    tl.store(out_ptr + row * WIDTH + column, normalized.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * (GROUPS * WIDTH) + column, normalized.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -96,11 +102,20 @@ def _backward_kernel(
     NEED_X: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    if GROUPS > 1:
+        dout_ptr += tl.program_id(1) * WIDTH
+        x_ptr += tl.program_id(1) * WIDTH
+        weight_ptr += tl.program_id(1) * WIDTH
+        if NEED_X:
+            dx_ptr += tl.program_id(1) * WIDTH
+        if NEED_WEIGHT:
+            partial_ptr += tl.program_id(1) * WIDTH
     column = tl.arange(0, COLUMNS)[None, :]
     inside = column < WIDTH
     if HAS_WEIGHT:
@@ -135,11 +150,12 @@ def _backward_kernel(
             dx = rstd * (dnormalized - normalized * along)
             if HAS_DSUM:
                 dx += tl.load(dsum_ptr + row * dsum_stride + column, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(dx_ptr + row * (GROUPS * WIDTH) + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_WEIGHT:
         total = tl.sum(dweight, axis=0)
         column = tl.arange(0, COLUMNS)
-        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * WIDTH + column, total, mask=column < WIDTH)
+        partial_ptr += tl.program_id(0).to(tl.int64) * (GROUPS * WIDTH)
+        tl.store(partial_ptr + column, total, mask=column < WIDTH)
 
 
 _launch_forward = KernelLauncher(_forward_kernel)
@@ -167,18 +183,18 @@ def _run_forward(
     cast_after_weight: bool,
     residual: Tensor | None = None,
     total: Tensor | None = None,
+    groups: int = 1,
 ) -> None:
-    """Write `out`, and with a residual also the sum, `total`."""
+    """Write `out`, and with a residual also the sum, `total`; in `groups` of columns, without gate and residual."""
     if not x.numel():
         return
-    width = x.shape[-1]
-    rows = x.numel() // width
+    width, rows = x.shape[-1] // groups, x.numel() // x.shape[-1]
     x, x_stride = aligned_rows(x)
     gate, gate_stride = (None, 0) if gate is None else aligned_rows(gate)
     residual, residual_stride = (None, 0) if residual is None else aligned_rows(residual)
     plan = forward_plan(width)
     _launch_forward(
-        (cdiv(rows, plan.rows), 1, 1),
+        (cdiv(rows, plan.rows), groups, 1),
         (x, None if weight is None else weight.contiguous(), gate, residual, out, total),
         (x_stride, gate_stride, residual_stride),
         (rows, eps),
@@ -188,6 +204,7 @@ def _run_forward(
             weight is not None,
             gate is not None,
             residual is not None,
+            groups,
             width,
             plan.rows,
             plan.columns,
@@ -206,6 +223,7 @@ def _run_backward(
     weight_offset: bool,
     *_: bool,
     dsum: Tensor | None = None,
+    groups: int = 1,
 ) -> None:
     """Write those of the `gradients` of x, weight and gate that are not None; `dsum` is the gradient of a sum x."""
     dx, dweight, dgate = gradients
@@ -213,18 +231,17 @@ def _run_backward(
         if dweight is not None:
             dweight.zero_()
         return
-    width = x.shape[-1]
-    rows = x.numel() // width
+    width, rows = x.shape[-1] // groups, x.numel() // x.shape[-1]
     element_bytes = sum(t.element_size() for t in (dout, dsum, x, gate) if t is not None)
     plan = backward_plan(width, element_bytes)
-    programs = min(cdiv(rows, plan.rows), sm_count(x.device) * plan.programs)
-    partial = None if dweight is None else x.new_empty((programs, width), dtype=torch.float32)
+    programs = min(cdiv(rows, plan.rows), cdiv(sm_count(x.device) * plan.programs, groups))
+    partial = None if dweight is None else x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
     dout, dout_stride = aligned_rows(dout)
     x, x_stride = aligned_rows(x)
     dsum, dsum_stride = (None, 0) if dsum is None else aligned_rows(dsum)
     gate, gate_stride = (None, 0) if gate is None else aligned_rows(gate)
     _launch_backward(
-        (programs, 1, 1),
+        (programs, groups, 1),
         (dout, dsum, x, None if weight is None else weight.contiguous(), gate, dx, dgate, partial),
         (dout_stride, dsum_stride, x_stride, gate_stride),
         (rows, eps),
@@ -236,6 +253,7 @@ def _run_backward(
             dx is not None,
             dweight is not None,
             dgate is not None,
+            groups,
             width,
             plan.rows,
             plan.columns,
@@ -258,6 +276,28 @@ _norm = differentiable_op(
     allocate=_allocate,
     launch=_run_forward,
     launch_backward=_run_backward,
+)
+
+
+def _allocate_groups(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    return _dense(x, x.dtype)
+
+
+def _run_groups(out: Tensor, x: Tensor, weight: Tensor, eps: float, groups: int) -> None:
+    _run_forward(out, x, weight, None, eps, True, True, groups=groups)
+
+
+def _run_groups_backward(
+    gradients: tuple[Tensor | None, ...], dout: Tensor, x: Tensor, weight: Tensor, eps: float, groups: int, *_: bool
+) -> None:
+    _run_backward((*gradients, None), dout, x, weight, None, eps, True, groups=groups)
+
+
+_norm_groups = differentiable_op(
+    "rms_norm_groups(Tensor x, Tensor weight, float eps, SymInt groups) -> Tensor",
+    allocate=_allocate_groups,
+    launch=_run_groups,
+    launch_backward=_run_groups_backward,
 )
 
 
@@ -386,6 +426,13 @@ cast_after_weight = _weighted(cast_after_weight=True)
 fused_add = _with_residual()
 fused_add_weight_offset = _with_residual(weight_offset=True, cast_after_weight=True)
 fused_add_cast_after_weight = _with_residual(cast_after_weight=True)
+
+
+def weight_offset_groups(hidden_states: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
+    """`op.weight_offset_groups`, within the limits of `standard`."""
+    _check(hidden_states, weight)
+    groups = 1 if group_size is None else hidden_states.shape[-1] // group_size
+    return _norm_groups(hidden_states, weight, float(eps), groups)
 
 
 def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:

@@ -251,6 +251,7 @@ VISION_CASES = [
             _case("even heads", (1, 9, 4, 4, 64)),
             _case("heads of 80", (1, 7, 3, 3, 80), cos_dtype=torch.float32),
             _case("heads of 72", (1, 5, 5, 5, 72)),
+            _case("part of a head", (1, 7, 3, 3, 40), rotary=26),
             _case("fused projection", (1, 5, 4, 4, 32), memory="fused"),
             _case("no patches", (1, 0, 2, 2, 32)),
             _case("16384 patches, 16 heads of 72", (1, 16384, 16, 16, 72), cos_dtype=torch.float32, role="bench"),

@@ -39,6 +39,7 @@ class RotaryForm(Reviewed):
         per_pair: subscript or method that takes one entry per pair of `cos` and `sin`; "" to pass them as they are.
         options: further arguments of the kernel.
         complex_angles: in place of both, one complex tensor has cos + i sin of each pair.
+        optional_keys: only calls with queries and keys have a slot.
         slot_name: a class may call two forms, which then need slots of different names.
     """
 
@@ -46,6 +47,7 @@ class RotaryForm(Reviewed):
     per_pair: str = ""
     complex_angles: bool = False
     options: tuple[str, ...] = ()
+    optional_keys: bool = False
     slot_name: str | None = None
 
     def matches(self, module: ModuleView, name: str) -> bool:
@@ -105,6 +107,15 @@ ROWS = (
         ("24f8d9a2e4fe", "phi3, phi4_multimodal"),
         ("33e92bf9aa90", "nemotron"),
         ("ff1b505dc9ad", "glmasr"),
+    ),
+    # Calls with queries alone, such as those of an indexer, keep Transformers' code.
+    RotaryForm("8d07fa29f03a", "partial", "the same, keys being optional", "qwen4_exp", optional_keys=True),
+    RotaryForm(
+        "04cc4c575bb9",
+        "vision",
+        "the first channels of [S, heads, D], as many as cos has",
+        "minimax_m3_vl",
+        slot_name="rotary_pos_emb_vision",
     ),
     RotaryForm(
         "a4ac2dbfb6ed",
@@ -257,9 +268,8 @@ def _mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
     if any(_has_trained_angles(module, method) for method in module.calls_by_method):
         return "rotates by trained angles, and its kernels have no gradient for them"
     options = set() if form.per_pair or form.complex_angles else {"unsqueeze_dim"}
-    if not all(
-        _takes(call, len(form.parameters), options) for calls in module.callers(name).values() for call in calls
-    ):
+    calls = [call for calls in _calls(module, name, form).values() for call in calls]
+    if not calls or not all(_takes(call, len(form.parameters), options) for call in calls):
         return f"is called with other arguments than {', '.join(form.parameters)}"
     if not module.called_by_methods(name):
         return "is not called by a method, or by one without a self to hold a slot"
@@ -293,6 +303,15 @@ def _one_angle_per_pair(module: ModuleView) -> bool:
     return bool(found) and found <= _ONE_ANGLE_PER_PAIR
 
 
+def _calls(module: ModuleView, name: str, form: RotaryForm) -> dict[str, list[ast.Call]]:
+    """The calls of a rotary function by method, those that have a slot."""
+    found = {
+        method: [call for call in calls if not form.optional_keys or len(call.args) > 1]
+        for method, calls in module.callers(name).items()
+    }
+    return {method: calls for method, calls in found.items() if calls}
+
+
 def _takes(call: ast.Call, arguments: int, options: set[str]) -> bool:
     """Whether a call passes that many positional arguments, none of them None, and at most `options` by keyword."""
     none = any(isinstance(argument, ast.Constant) and argument.value is None for argument in call.args)
@@ -301,9 +320,9 @@ def _takes(call: ast.Call, arguments: int, options: set[str]) -> bool:
 
 def _match(module: ModuleView, name: str, form: RotaryForm) -> Match:
     def write(patch: PatchConfig) -> None:
-        if form.per_pair or form.complex_angles:
+        if form.per_pair or form.complex_angles or form.optional_keys:
             arguments = [f"${argument}" for argument in form.parameters]
-            for method, calls in module.callers(name).items():
+            for method, calls in _calls(module, name, form).items():
                 patch.slot_expr(
                     method,
                     form.slot,

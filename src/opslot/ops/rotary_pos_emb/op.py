@@ -163,10 +163,16 @@ def gptj_fp32_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
 
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """For vision towers: `q`, `k` [S, heads, D] or [B, S, heads, D], `cos`, `sin` [S, D] or [B or 1, S, D]; fp32, cast
-    to the dtypes of q and k."""
+    to the dtypes of q and k. With fewer channels R in `cos` and `sin`, the first R are rotated."""
     dtype = _compute_dtype(q, cos)
     cos, sin = cos.unsqueeze(-2).to(dtype), sin.unsqueeze(-2).to(dtype)
-    return _rotate(q.to(dtype), cos, sin).to(q.dtype), _rotate(k.to(dtype), cos, sin).to(k.dtype)
+    width = cos.shape[-1]
+
+    def one(x: Tensor) -> Tensor:
+        rotated = _rotate(x[..., :width].to(dtype), cos, sin).to(x.dtype)
+        return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
+
+    return one(q), one(k)
 
 
 def merge_sections(x: Tensor, mrope_section: Sequence[int]) -> Tensor:

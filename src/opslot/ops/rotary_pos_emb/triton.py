@@ -186,9 +186,8 @@ def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     batched = [(x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2) for x in (q, k)]
     cos_sin = [x if x.ndim == 3 else x.unsqueeze(0) for x in (cos, sin)]
     check(batched[0], batched[1], cos_sin[0], cos_sin[1])
-    if cos.shape[-1] != q.shape[-1]:
-        reject(LABEL, "cos", f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}", "use eager")
-    q_out, k_out = (
-        x.transpose(1, 2) for x in _Rotary.apply(*batched, *cos_sin, True, q.shape[-1], False, False, False)
-    )
+    rotary = cos.shape[-1]
+    if rotary % 2 or rotary > q.shape[-1]:
+        reject(LABEL, "cos", f"it has {rotary} channels for heads of {q.shape[-1]}", "use eager")
+    q_out, k_out = (x.transpose(1, 2) for x in _Rotary.apply(*batched, *cos_sin, True, rotary, False, False, False))
     return (q_out, k_out) if q.ndim == 4 else (q_out.squeeze(0), k_out.squeeze(0))

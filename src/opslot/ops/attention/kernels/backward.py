@@ -72,6 +72,7 @@ def _dq_kernel(
     dscale,
     GROUP: tl.constexpr,
     SELECTED: tl.constexpr,
+    HEADS_APART: tl.constexpr,
     WHOLE: tl.constexpr,
     NEED_Q: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -116,9 +117,10 @@ def _dq_kernel(
         k_token_stride = k_token_stride // UNIT * UNIT
         v_token_stride = v_token_stride // UNIT * UNIT
         if SELECTED:
-            tile = b * tl.cdiv(rows, BLOCK_M) + first_row // BLOCK_M
+            bits_row = b * kv_heads + kv_head if HEADS_APART else b
+            tile = bits_row * tl.cdiv(rows, BLOCK_M) + first_row // BLOCK_M
             tiles_ptr, blocks = tile_list(tiles_ptr, tile, tl.cdiv(keys, BLOCK_N))
-            bits_ptr += (b.to(tl.int64) * queries + row) * tl.cdiv(keys, 32)
+            bits_ptr += (bits_row.to(tl.int64) * queries + token) * tl.cdiv(keys, 32)
             full_from = 0
             full_to = 0
             first_key = 0
@@ -209,6 +211,7 @@ def _dk_dv_kernel(
     dscale,
     GROUP: tl.constexpr,
     SELECTED: tl.constexpr,
+    HEADS_APART: tl.constexpr,
     WHOLE: tl.constexpr,
     NEED_K: tl.constexpr,
     NEED_V: tl.constexpr,
@@ -239,10 +242,11 @@ def _dk_dv_kernel(
     dout_head_stride = dout_head_stride // UNIT * UNIT
 
     if SELECTED:
-        tile = b * tl.cdiv(keys, BLOCK_N) + first_key // BLOCK_N
+        bits_row = b * kv_heads + kv_head if HEADS_APART else b
+        tile = bits_row * tl.cdiv(keys, BLOCK_N) + first_key // BLOCK_N
         tiles_ptr, blocks = tile_list(tiles_ptr, tile, tl.cdiv(rows, BLOCK_M))
         # Transposed: the queries that see each key.
-        bits_ptr += (b.to(tl.int64) * keys + key) * tl.cdiv(queries, 32)
+        bits_ptr += (bits_row.to(tl.int64) * keys + key) * tl.cdiv(queries, 32)
         full_from = 0
         full_to = 0
         first_row = 0
@@ -288,7 +292,7 @@ def _dk_dv_kernel(
                 scores = dot(k_tail, tl.trans(q_tail), scores)
             weights, derivative = _weights(scores, lse[None, :], scale, softcap, SOFTCAP)
             if SELECTED:
-                weights = tl.where(selected(bits_ptr, start, queries, valid, BLOCK_M), weights, 0.0)
+                weights = tl.where(selected(bits_ptr, first_token, queries, valid, BLOCK_M, GROUP), weights, 0.0)
             elif MASKED:
                 visible = (row[None, :] >= key_start[:, None]) & (row[None, :] < key_end[:, None])
                 weights = tl.where(visible, weights, 0.0)

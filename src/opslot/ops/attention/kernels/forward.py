@@ -136,6 +136,7 @@ def _forward_kernel(
     softcap,
     GROUP: tl.constexpr,
     SELECTED: tl.constexpr,
+    HEADS_APART: tl.constexpr,
     WHOLE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -166,9 +167,10 @@ def _forward_kernel(
     v_token_stride = v_token_stride // UNIT * UNIT
 
     if SELECTED:
-        tile = b * tl.cdiv(rows, BLOCK_M) + first_row // BLOCK_M
+        bits_row = b * kv_heads + kv_head if HEADS_APART else b
+        tile = bits_row * tl.cdiv(rows, BLOCK_M) + first_row // BLOCK_M
         tiles_ptr, blocks = tile_list(tiles_ptr, tile, tl.cdiv(keys, BLOCK_N))
-        bits_ptr += (b.to(tl.int64) * queries + row) * tl.cdiv(keys, 32)
+        bits_ptr += (bits_row.to(tl.int64) * queries + token) * tl.cdiv(keys, 32)
         full_from = 0
         full_to = 0
         first_key = 0

@@ -1,7 +1,7 @@
 """Keys that each query sees as bits, and the tiles of queries and keys in which any bit is set.
 
 Bit i of word w of a query, an int32, is key 32 w + i. The attention kernels read lists of tiles, so that those without
-a bit cost nothing.
+a bit cost nothing. GROUP adjacent rows of a tile, the heads of a group, have the bits of one query.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ def tile_list(tiles_ptr, tile, size):
 
 
 @triton.jit
-def selected(pointers, first, size, valid, BLOCK: tl.constexpr):
-    """Whether bits `first` to `first` + BLOCK are set in the words that begin at `pointers`: [rows, BLOCK].
+def selected(pointers, first, size, valid, BLOCK: tl.constexpr, GROUP: tl.constexpr = 1):
+    """Whether bits `first` to `first` + BLOCK / GROUP are set in the words that begin at `pointers`: [rows, BLOCK].
 
-    `first` is a multiple of BLOCK, a power of two. There are `size` bits; those of rows that are not `valid` are 0.
+    Each bit is repeated GROUP times. `first` is a multiple of BLOCK / GROUP; both are powers of two, and BLOCK may be
+    less than GROUP. There are `size` bits; those of rows that are not `valid` are 0.
     """
-    column = tl.arange(0, BLOCK)[None, :]
-    if BLOCK < 32:
+    column = tl.arange(0, BLOCK)[None, :] // GROUP
+    if BLOCK // GROUP < 32:
         word = tl.load(pointers + first // 32, mask=valid, other=0)[:, None]
         found = word & (1 << (first % 32 + column))
     else:
-        for part in tl.static_range(BLOCK // 32):
+        for part in tl.static_range(BLOCK // GROUP // 32):
             index = first // 32 + part
             own = tl.load(pointers + index, mask=index * 32 + tl.where(valid, 0, size) < size, other=0)[:, None]
             if part == 0:
@@ -53,13 +54,17 @@ def _tiles_kernel(
     queries,
     words,
     tiles,
-    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
     KEYS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Whether any query of tile `program_id(0)` sees a key of each tile of keys."""
+    """Whether any query of tile `program_id(0)` sees a key of each tile of keys.
+
+    TILES adjacent tiles are of the same queries, other heads of them.
+    """
     b = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(0) // TILES * TOKENS + tl.arange(0, TOKENS)
     bits_ptr += (b * queries + token) * words
     found_ptr += (b * tl.num_programs(0) + tl.program_id(0)) * tiles
     column = tl.arange(0, WORDS)
@@ -82,29 +87,53 @@ def _tiles_kernel(
 _launch_tiles = KernelLauncher(_tiles_kernel)
 
 
-def tiles_with_bits(bits: Tensor, keys: int, rows: int, columns: int) -> Tensor:
-    """Whether a bit is set in each tile of `rows` queries and `columns` keys: int8 [B, tiles of queries, of keys].
+def tiles_with_bits(bits: Tensor, keys: int, rows: int, columns: int, group: int = 1) -> Tensor:
+    """Whether a bit is set in each tile of `rows` rows and `columns` keys: int8 [B, tiles of rows, of keys].
 
     Args:
         bits: int32 [B, S, words] for `keys` keys.
+        group: rows of each query; `rows` and `group` are powers of two.
     """
     batch, queries, words = bits.shape
-    found = bits.new_empty(batch, cdiv(queries, rows), cdiv(keys, columns), dtype=torch.int8)
+    found = bits.new_empty(batch, cdiv(queries * group, rows), cdiv(keys, columns), dtype=torch.int8)
     _launch_tiles(
         (found.shape[1], batch, 1),
         (bits, found),
         (),
         (queries, words, found.shape[2]),
-        (rows, columns, max(_WORDS, columns // 32)),
+        (max(1, rows // group), max(1, group // rows), columns, max(_WORDS, columns // 32)),
         4,
     )
     return found
 
 
+@triton.jit(do_not_specialize=["rows", "size"])
+def _lists_kernel(found_ptr, lists_ptr, batch_stride, row_stride, stride, rows, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    found_ptr += row // rows * batch_stride + row % rows * row_stride
+    lists_ptr += row * (size + 1)
+    count = tl.zeros((), dtype=tl.int32)
+    for start in tl.range(0, size, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        one = tl.load(found_ptr + tile.to(tl.int64) * stride, mask=tile < size, other=0).to(tl.int32)
+        tl.store(lists_ptr + count + tl.cumsum(one, 0), tile, mask=one != 0)
+        count += tl.sum(one, 0)
+    tl.store(lists_ptr, count)
+
+
+_launch_lists = KernelLauncher(_lists_kernel)
+
+
 def lists_of(found: Tensor) -> Tensor:
-    """The places of the ones in each row of `found` [..., N], in order, after their number: int32 [..., N + 1]."""
-    order = found.argsort(dim=-1, descending=True, stable=True)
-    return torch.cat([found.sum(-1, keepdim=True), order], -1).to(torch.int32)
+    """The places of the ones in each row of `found` [B, M, N], in order, after their number: int32 [B, M, N + 1].
+
+    What follows the places is undefined.
+    """
+    batch, rows, size = found.shape
+    lists = found.new_empty(batch, rows, size + 1, dtype=torch.int32)
+    block = min(1024, triton.next_power_of_2(max(16, size)))
+    _launch_lists((batch * rows, 1, 1), (found, lists), found.stride(), (rows, size), (block,), 4)
+    return lists
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "words", "turned_words"])
