@@ -82,7 +82,7 @@ def _of_indices(keys: str, given: str) -> IndexedForm:
 
 
 _SELECTED_MASK = """\
-selected_token_mask = self.indexer(hidden_states, position_embeddings, attention_mask, past_key_values)
+selected_token_mask = self.indexer(hidden_states, position_embeddings, attention_mask, {cache})
 if attention_mask.dtype == torch.bool:
     attention_mask = attention_mask & selected_token_mask
 else:
@@ -94,21 +94,29 @@ attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
 _SELECTS_POOLS = f"""\
 if {_TAKES}:
     visible = {_VISIBLE}
-    bits = self.indexer(hidden_states, all_position_embeddings, visible, past_key_values)
-    kwargs = {_WITH_BITS.format(bits="bits")}
+    bits = self.indexer(hidden_states, all_position_embeddings, visible, {{cache}})
+    kwargs = {{{{**kwargs, "selected_bits": bits}}}}
 $match"""
-# Qwen4: a mask of the keys in selected pools, made before keys and queries.
-_OF_MASK = IndexedForm(
-    (
-        (_SELECTED_MASK, f"all_position_embeddings = position_embeddings\nif not {_TAKES}:\n    $match"),
-        (_INTERFACE, _SELECTS_POOLS),
-    ),
-    masks=2,
-)
+
+
+def _of_mask(cache: str) -> IndexedForm:
+    """Qwen4: a mask of the keys in selected pools, made before keys and queries."""
+    return IndexedForm(
+        (
+            (
+                _SELECTED_MASK.format(cache=cache),
+                f"all_position_embeddings = position_embeddings\nif not {_TAKES}:\n    $match",
+            ),
+            (_INTERFACE, _SELECTS_POOLS.format(cache=cache)),
+        ),
+        masks=2,
+    )
+
+
 _BLOCK_MASK = """\
 if self.config._attn_implementation in ('eager', 'sdpa'):
     attention_mask = self.indexer.build_block_mask($*args)"""
-_BLOCK_INDEXER = "self.indexer(hidden_states, position_embeddings, past_key_values, {given})"
+_BLOCK_INDEXER = "self.indexer(hidden_states, position_embeddings, $cache, {given})"
 # MiniMax-M3: indices of blocks of keys, of each key/value head.
 _OF_BLOCKS = IndexedForm(
     (
@@ -120,10 +128,7 @@ _OF_BLOCKS = IndexedForm(
     ),
     masks=1,
 )
-_POOL_INDEXER = """\
-self.indexer(
-    hidden_states=hidden_states, q_resid=q_resid, attention_mask={given}, past_key_values=past_key_values
-)"""
+_POOL_INDEXER = "self.indexer(hidden_states=hidden_states, q_resid=q_resid, attention_mask={given}, {cache}={cache})"
 _POOL_MASK = """\
 attention_mask = self.build_attention_mask_from_topk(
     topk_indices=topk_indices, query_states=query_states, kv_length=key_states.shape[2]
@@ -133,27 +138,35 @@ if {_TAKES}:
     kwargs, attention_mask = {_WITH_BITS.format(bits="topk_indices")}, None
 else:
     $match"""
-# GLM-5.3: indices of the keys in selected pools, from this layer's indexer or an earlier one's.
-_OF_POOLS = IndexedForm(
-    (
+
+
+def _of_pools(cache: str) -> IndexedForm:
+    """GLM-5.3: indices of the keys in selected pools, from this layer's indexer or an earlier one's."""
+    given = f"{_VISIBLE} if {_TAKES} else attention_mask"
+    return IndexedForm(
         (
-            _POOL_INDEXER.format(given="attention_mask"),
-            _POOL_INDEXER.format(given=f"{_VISIBLE} if {_TAKES} else attention_mask"),
+            (
+                _POOL_INDEXER.format(given="attention_mask", cache=cache),
+                _POOL_INDEXER.format(given=given, cache=cache),
+            ),
+            (_POOL_MASK, _PASSES_POOLS),
         ),
-        (_POOL_MASK, _PASSES_POOLS),
-    ),
-    masks=1,
-    helper=("build_attention_mask_from_topk", "627a789bb155"),
-)
+        masks=1,
+        helper=("build_attention_mask_from_topk", "627a789bb155"),
+    )
+
+
+# What methods call their cache: from Transformers 5.24 on, and before.
+_CACHES = ("cache", "past_key_values")
 _FORMS = (
     *(
         _of_indices(keys, given)
         for keys in ("key_states.shape[2]", "key_states.shape[-2]")
         for given in ("attention_mask[:, 0, :, :]", "attention_mask[:, 0]")
     ),
-    _OF_MASK,
+    *map(_of_mask, _CACHES),
     _OF_BLOCKS,
-    _OF_POOLS,
+    *map(_of_pools, _CACHES),
 )
 
 

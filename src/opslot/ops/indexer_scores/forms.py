@@ -79,7 +79,7 @@ if {kernel} is not None or selects_bits(attention_mask):
 # Of GLM-5.3, whose mask is one of padding.
 _SELECTS_GATED_POOLS = f"""\
 if selects_bits(visible):
-    if past_key_values is not None:
+    if packed_states.shape[1] != seq_len:
         shown = packed_states[..., -1].bool()
         visible = visible_tokens(
             self.get_visible_tokens(valid_keys=shown, q_length=seq_len, current_length=current_length)
