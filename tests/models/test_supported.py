@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import fnmatch
 import json
@@ -95,6 +96,24 @@ def test_names_that_a_module_does_not_define_are_found():
     assert undefined_names(text) == {"e"}
 
 
+def shadowed_imports(text):
+    """Names imported from opslot that a function also assigns, which makes each use in it a local variable."""
+    imports = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.module.startswith("opslot.")]
+    names = {alias.asname or alias.name for node in imports for alias in node.names}
+    found, remaining = set(), [symtable.symtable(text, "generated", "exec")]
+    while remaining:
+        table = remaining.pop()
+        remaining += table.get_children()
+        if table.get_type() == "function":
+            found |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_local()} & names
+    return found
+
+
+def test_imports_that_a_function_shadows_are_found():
+    text = "from opslot.a import b, c\nfrom d import e\ndef f():\n    b(c, e)\n    b = e = 1\n"
+    assert shadowed_imports(text) == {"b"}
+
+
 @pytest.mark.parametrize("arch", quick_or_slow())
 def test_generated_text_compiles(arch):
     release = installed_release()
@@ -103,6 +122,7 @@ def test_generated_text_compiles(arch):
     # Parameters that edits name, such as the cache, have other names in other releases.
     upstream = release.module(f"transformers.models.{arch}.modeling_{arch}").text
     assert undefined_names(text) <= undefined_names(upstream)
+    assert shadowed_imports(text) == set()
     assert "_opslot_slots = {" in text
     assert "_opslot_lost_slots" not in text
 

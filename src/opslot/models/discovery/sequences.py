@@ -61,7 +61,8 @@ _CONCATENATIONS = {"cat", "concat", "concatenate"}
 _REVIEWED: dict[str, str] = {
     "5f7476165cc4": "deepseek_v4: the residual streams of a token",
     "5a25b15ba663": "deepseek_v4: a linear layer for each group of heads",
-    "6a7a143ebd16": "glm5_next: the residual streams of a token",
+    "29e7c076ef7c": "glm5_next: the residual streams of a token",
+    "6a7a143ebd16": "glm5_next before 5.24",
     "73491a0814c3": "gemma3n: AltUp mixes the copies of a token",
     "efd7625dc435": "gemma3n: zeroes what is below a quantile of a token's channels",
     "12f4be591cf9": "ernie4_5_vl_moe: experts of text and of images",

@@ -81,7 +81,7 @@ def visible_by_mask(mask: Any) -> Visible:
     return Visible(None, (mask if mask.dtype == mask.bool().dtype else mask == 0)[:, 0])
 
 
-def visible_tokens(shown: Any) -> Visible:
+def visible_where(shown: Any) -> Visible:
     """The keys of a mask bool [B, S, T]."""
     return Visible(None, shown)
 

@@ -81,7 +81,7 @@ _SELECTS_GATED_POOLS = f"""\
 if selects_bits(visible):
     if packed_states.shape[1] != seq_len:
         shown = packed_states[..., -1].bool()
-        visible = visible_tokens(
+        visible = visible_where(
             self.get_visible_tokens(valid_keys=shown, q_length=seq_len, current_length=current_length)
         )
     packed_states = keys_of_all_ranks(packed_states, visible)
@@ -163,7 +163,7 @@ _SELECTIONS = (
             ("valid_keys = packed_states[..., -1].bool()", _SELECTS_GATED_POOLS),
         ),
         ((_STATEMENTS["pool_keys", _SCALE], _SCORES_ALONE.replace("{arguments}", f"q, pool_keys, weights, {_SCALE}")),),
-        ("keys_of_all_ranks", "mask_of", "pools_of", "select_pools", "selects_bits", "visible_tokens"),
+        ("keys_of_all_ranks", "mask_of", "pools_of", "select_pools", "selects_bits", "visible_where"),
     ),
     # minimax_m3_vl
     _Selection(
