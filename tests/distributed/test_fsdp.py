@@ -352,6 +352,37 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
     assert ranks.run(half_frozen) == [[2.0] * 4] * 2
 
 
+class Routed(nn.Module):
+    """A layer in bfloat16 with a router in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+        self.gate = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.up(x) * self.gate(x.float()).to(x.dtype)
+
+
+def of_two_dtypes(is_sharded):
+    torch.manual_seed(0)
+    model = nn.Sequential(Routed(), Routed())
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    if is_sharded:
+        shard_model(model, init_parallel_state(device_type="cpu"), layers=["Routed"])
+    model(x).float().sum().backward()
+    return tiny.gradients(model), [str(p.grad.dtype) for p in model.parameters()]
+
+
+def test_modules_of_another_dtype_are_groups_of_their_own(ranks):
+    expected, dtypes = of_two_dtypes(False)
+    for found, found_dtypes in ranks.run(of_two_dtypes, True):
+        assert found_dtypes == dtypes
+        for name, grad in found.items():
+            # Both ranks have the same input, and gradients are summed.
+            torch.testing.assert_close(torch.tensor(grad), 2 * torch.tensor(expected[name]), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [

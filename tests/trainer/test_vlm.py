@@ -4,9 +4,11 @@ import copy
 import itertools
 import json
 import shutil
+from importlib.metadata import version
 
 import pytest
 import torch
+from packaging.version import Version
 
 from opslot._base.errors import ConfigError, DataError
 from opslot.distributed import destroy_parallel_state
@@ -58,6 +60,7 @@ def test_adapters_are_exported_with_the_processor(vlm_settings, tmp_path, train)
     from peft import PeftModel
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.integrations.peft import MIN_PEFT_VERSION
 
     from opslot.trainer.processors import load_processor
 
@@ -70,7 +73,9 @@ def test_adapters_are_exported_with_the_processor(vlm_settings, tmp_path, train)
     assert code == 0, err
     folder = tmp_path / "out" / "hf"
     assert f'load it with: AutoModelForImageTextToText.from_pretrained("{folder}")' in out.replace("\n", "")
-    assert AutoModelForImageTextToText.from_pretrained(folder).active_adapters() == ["default"]
+    # Transformers 5.24 loads adapters with PEFT 0.22 or later alone.
+    if Version(version("peft")) >= Version(MIN_PEFT_VERSION):
+        assert AutoModelForImageTextToText.from_pretrained(folder).active_adapters() == ["default"]
     for name in (folder, folder / "merged"):
         assert type(load_processor(name)).__name__ == "Qwen3VLProcessor"
     adapters = load_file(folder / "adapter_model.safetensors")

@@ -173,6 +173,18 @@ def _adapter_modules(layer: Any) -> Iterator[nn.Module]:
         yield from getattr(layer, name).modules()
 
 
+def add_adapter(model: Any, config: Any) -> None:
+    """Add the adapters of a `peft.PeftConfig` to a Transformers model; active and trained.
+
+    `model.add_adapter` of Transformers 5.24 raises for releases of PEFT before 0.22.
+    """
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(config, model, ADAPTER)
+    # Transformers asks for it, e.g. in save_pretrained.
+    model._hf_peft_config_loaded = True
+
+
 def load_adapter(model: Any, folder: str | Path) -> None:
     """Add the adapters in `folder` to `model`, which has its base weights.
 
@@ -188,7 +200,7 @@ def load_adapter(model: Any, folder: str | Path) -> None:
     from safetensors.torch import load_file
 
     try:
-        model.add_adapter(PeftConfig.from_pretrained(str(folder)), ADAPTER)
+        add_adapter(model, PeftConfig.from_pretrained(str(folder)))
         tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
         result: Any = set_peft_model_state_dict(model, tensors, ADAPTER)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:

@@ -398,6 +398,8 @@ def _shard(
         )
     # Innermost first: layers may be nested, and a group takes the parameters that no inner group has.
     for layer in reversed(layers):
+        for module in _of_another_dtype(layer, options["ignored_params"] or ()):
+            fully_shard(module, mesh=state.fsdp_mesh, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(layer, mesh=state.fsdp_mesh, reshard_after_forward=reshard_after_forward, **options)
     if head is not None:
         # Its backward follows its forward directly.
@@ -412,6 +414,24 @@ def _shard(
     inside = {id(module): layer for layer in layers for module in layer.modules() if module in owners}
     groups = [[layer, *(owner for owner in owners if inside.get(id(owner)) is layer)] for layer in layers]
     return groups if head is None else [*groups, [head]]
+
+
+def _of_another_dtype(layer: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Module]:
+    """Modules without children whose trained parameters have another dtype than most of a layer, such as routers that
+    Transformers keeps in float32: an FSDP group has one dtype.
+    """
+    elements: Counter[torch.dtype] = Counter()
+    found: dict[nn.Module, set[torch.dtype]] = {}
+    for module in layer.modules():
+        if isinstance(module, FSDPModule):
+            continue
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in ignored]
+        for parameter in trained:
+            elements[parameter.dtype] += parameter.numel()
+        if module is not layer and next(module.children(), None) is None:
+            found[module] = {parameter.dtype for parameter in trained}
+    most = max(elements, key=elements.__getitem__, default=None)
+    return [module for module, dtypes in found.items() if len(dtypes) == 1 and dtypes != {most}]
 
 
 def _shard_groups(model: nn.Module, state: ParallelState, experts: list[str]) -> list[tuple[FSDPModule, ProcessGroup]]:

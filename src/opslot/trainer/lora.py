@@ -12,7 +12,7 @@ from torch import nn
 
 from opslot._base.errors import ConfigError, list_problems
 from opslot._base.logging import get_logger
-from opslot.checkpoint.adapters import ADAPTER, adapter_layers
+from opslot.checkpoint.adapters import adapter_layers, add_adapter
 from opslot.models._build import classifier_heads
 from opslot.models._parts import PARTS, parts_of
 from opslot.slots import walk_slots
@@ -64,7 +64,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
             warnings.filterwarnings("ignore", message=".*_pattern keys did not match")
             # PEFT sets it for the layers that need it.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
-            model.add_adapter(config, ADAPTER)
+            add_adapter(model, config)
     except ValueError as error:
         raise ConfigError(
             f"PEFT cannot add adapters for lora.target_modules={lora.target_modules}",
