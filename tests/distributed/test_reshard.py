@@ -28,6 +28,7 @@ def forward_without_gradients(reshard, peek):
     return found
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_forward_without_gradients_before_a_step_changes_nothing(ranks, reshard):
     plain, peeked = (ranks.run(forward_without_gradients, reshard, peek) for peek in (False, True))

@@ -90,6 +90,7 @@ def test_keys_of_the_highest_pools(layout, with_tail):
     assert torch.equal(unpack_bits(bits, TOKENS), seen_in_pools(scores_of, mask, 3, with_tail))
 
 
+@pytest.mark.quick("causal-7", "documents-1000", "cached*-7")
 @pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize("layout", ["causal", "documents", "documents as a mask", "cached keys"])
 def test_keys_of_the_highest_blocks_of_each_head(monkeypatch, layout, chunk):
@@ -217,8 +218,8 @@ def test_generation_equals_transformers(arch):
     assert torch.equal(wanted, got)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.quick("minimax_m3_vl")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sharded_sequences_equal_one_process(arch):
     (found,) = check_architecture(tiny_config(arch), {"preset": "eager", **KERNELS}, checks=["sp"]).outcomes
