@@ -16,7 +16,7 @@ def keep_freed_memory() -> None:
     """Let this process keep up to 256 MiB of freed memory; does nothing without glibc.
 
     By default glibc returns large arrays, such as pixel values, to the operating system, which clears the pages of the
-    next ones: more than half of the CPU time of preparing an image of 1024 x 1024.
+    next ones.
     """
     # Not on Windows (TypeError, OSError), macOS or musl.
     with contextlib.suppress(AttributeError, OSError, TypeError):
