@@ -78,6 +78,20 @@ def quick_or_slow():
     return [pytest.param(arch, marks=[] if arch in quick else pytest.mark.slow) for arch in supported_architectures()]
 
 
+def test_models_that_transformers_itself_cannot_run_are_known():
+    """For them the comparison with Transformers is unsupported, not failed."""
+    file = Path(__file__).parents[2] / "benchmarks" / "architectures.json"
+    found = {
+        (arch, kind)
+        for arch, outcome in json.loads(file.read_text())["architectures"].items()
+        for kind in ("checks", "with_images")
+        for check in ("eager", "frozen")
+        if outcome.get(kind, {}).get(check, ["passed"])[0] != "passed"
+    }
+    # Transformers 5.24 reads an attribute that the outputs of its language model lack.
+    assert found == {("llama4", "with_images")}
+
+
 def undefined_names(text):
     """Names that functions of a module read, and neither the module nor Python defines."""
     module = symtable.symtable(text, "generated", "exec")
