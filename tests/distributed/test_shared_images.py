@@ -4,12 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import opslot
 from opslot.data.rope_positions import RopePositions
 from opslot.distributed import init_parallel_state, shard_sequence
-from opslot.models._modalities import feature_module
-from opslot.models._shared_images import _bounds, can_share_images
+from opslot.models import _multimodal_sequence
+from opslot.models._images import visual_inputs
+from opslot.models._modalities import feature_module, features_of, find_towers
+from opslot.models._shared_images import _bounds, can_share_frames, can_share_images
 from opslot.verify.media import media_samples, pack, with_common_divisor
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -80,6 +83,41 @@ def test_each_rank_computes_a_part(ranks):
     rows = [seen for _, seen in ranks.run(on_ranks, "gemma3", timeout=60)]
     # Three images over two ranks, and one smallest input on the rank that has none of a single image.
     assert sum(rows) == 4
+
+
+@pytest.mark.parametrize(("name", "expected"), [("qwen3_vl", True), ("ernie4_5_vl_moe", False)])
+def test_frames_that_an_encoder_joins_are_not_shared(name, expected):
+    holder = feature_module(random_model(tiny_config(name)))
+    assert can_share_frames(holder, "get_video_features") is expected
+
+
+def features_of_videos(name):
+    """Whether features of shared videos equal those of unshared ones, and the patches that this rank computed."""
+    init_parallel_state(device_type="cpu", sp=2)
+    model, _ = build(name)
+    holder = feature_module(model)
+    method = "get_video_features"
+    # Videos of three frames and of one.
+    inputs = visual_inputs(holder, method, [(3, 1, 2), (1, 2, 2)])
+    generator = torch.Generator().manual_seed(0)
+    inputs["pixel_values_videos"] = torch.randn(inputs["pixel_values_videos"].shape, generator=generator)
+    expected = pytree.tree_leaves(features_of(getattr(holder, method)(**inputs)))
+    find_towers(model).run_on_every_rank(model)
+    patch_embed = next(m for m in holder.modules() if isinstance(m, torch.nn.Conv3d))
+    seen = []
+    patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel() // module.weight[0].numel()))
+    _multimodal_sequence._whole.set(True)
+    found = pytree.tree_leaves(features_of(getattr(holder, method)(**inputs)))
+    equal = [x.shape == y.shape and torch.allclose(x, y, atol=1e-6) for x, y in zip(found, expected, strict=True)]
+    return equal, seen
+
+
+@pytest.mark.parametrize(("name", "outputs"), [("qwen2_5_vl", 2), ("qwen3_vl", 4)])
+def test_ranks_share_the_frames_of_a_video(ranks, name, outputs):
+    parts = ranks.run(features_of_videos, name, timeout=60)
+    assert [equal for equal, _ in parts] == [[True] * outputs] * 2
+    # 8 patches of each frame of the first video, and 16 of the second.
+    assert [seen for _, seen in parts] == [[16], [24]]
 
 
 @pytest.mark.parametrize(

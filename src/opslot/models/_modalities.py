@@ -30,11 +30,18 @@ from opslot.models._conditional import add_zero_of_root, encoders_of, run_condit
 from opslot.models._decoder import decoder_in, reader_in
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
-from opslot.models._shared_images import INTERNAL_STATES, can_share_images, pooled_features, share_images
+from opslot.models._shared_images import (
+    INTERNAL_STATES,
+    can_share_frames,
+    can_share_images,
+    pooled_features,
+    share_images,
+)
 
 # Methods that compute features of a modality.
 _INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
-_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
+_VIDEO_METHOD = "get_video_features"
+_METHODS = ("get_image_features", _VIDEO_METHOD, AUDIO_METHOD)
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -216,9 +223,12 @@ class _Run:
         # Norms whose statistics dummy inputs of this forward pass must not change.
         self.kept: list[nn.Module] = []
         state = get_parallel_state()
-        self.shared = [
-            name for name in dummies if state.sp > 1 and name != AUDIO_METHOD and can_share_images(holder, name)
-        ]
+        # By method that sequence-parallel ranks share: whether they also share the frames of one video.
+        self.shared = {
+            name: name == _VIDEO_METHOD and can_share_frames(holder, name)
+            for name in dummies
+            if state.sp > 1 and name != AUDIO_METHOD and can_share_images(holder, name)
+        }
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook of the model."""
@@ -240,7 +250,7 @@ class _Run:
         names = list(inspect.signature(getattr(type(self.holder), name)).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **{n: x for n, x in kwargs.items() if n in names}}
         rest = {n: x for n, x in kwargs.items() if n not in names}
-        return share_images(method, self.dummies[name], given, rest)
+        return share_images(method, self.dummies[name], given, rest, self.shared[name])
 
     def end(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of what reads the features: the others, and the zeros in its inputs."""

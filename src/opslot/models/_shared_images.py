@@ -1,14 +1,15 @@
 """Images and videos shared over the sequence-parallel ranks of their sequences.
 
-Each rank computes a contiguous part of them, balanced by patches, and all ranks get all features. The inputs must give
-the number of features of each image before they are computed: patches with a grid and as many features for each patch
-of any image, or images of one size.
+Each rank computes a contiguous part of them, balanced by patches, and all ranks get all features. The frames of a video
+may be on several ranks where the encoder computes each on its own. The inputs must give the number of features of each
+image before they are computed: patches with a grid and as many features for each patch of any image, or images of one
+size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,6 +26,8 @@ from opslot.models._probe import Probe, find_once
 # Outputs of an encoder that the language model does not read.
 INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")
 _IMAGE_DIMS = 4
+# Relative to the largest feature, in float32: sums of other lengths are taken in another order.
+_ROUNDING = 1e-5
 # Frames, height and width of images and videos.
 _SIZES = {
     "get_image_features": ((1, 1, 2), (1, 2, 2), (1, 3, 2)),
@@ -45,12 +48,38 @@ class _Images:
     """The inputs of a method that computes features.
 
     Attributes:
-        tensors: arguments with a first dim of patches or of images, and the rows of it that an image has.
+        tensors: arguments with a first dim of patches or of images.
+        rows: by argument, the rows of it that each image has.
         patches: of each image or video; 1 where all have the same size.
+        grid: the argument with the frames, height and width of each image in patches; None for images of one size.
     """
 
-    tensors: dict[str, list[int]]
+    tensors: dict[str, Tensor]
+    rows: dict[str, list[int]]
     patches: list[int]
+    grid: str | None
+
+    def part(self, start: int, stop: int) -> dict[str, Tensor]:
+        """The arguments of some of the images."""
+        rows = self.rows.items()
+        return {name: self.tensors[name][sum(count[:start]) : sum(count[:stop])] for name, count in rows}
+
+    def frames(self) -> _Images:
+        """The same with each frame of a video as an image."""
+        if self.grid is None:
+            return self
+        grid = self.tensors[self.grid]
+        counts = grid[:, 0]
+        of_frame = torch.cat([torch.ones_like(counts)[:, None], grid[:, 1:]], 1)
+        whole = {**self.tensors, self.grid: of_frame}
+        is_per_image = {name: rows == [1] * len(self.patches) for name, rows in self.rows.items()}
+        tensors = {
+            name: value.repeat_interleave(counts.to(value.device), 0) if is_per_image[name] else value
+            for name, value in whole.items()
+        }
+        patches = tensors[self.grid].prod(-1).tolist()
+        rows = {name: [1] * len(patches) if is_per_image[name] else patches for name in tensors}
+        return replace(self, tensors=tensors, rows=rows, patches=patches)
 
 
 def can_share_images(holder: Any, method: str) -> bool:
@@ -85,11 +114,51 @@ def _sizes(probe: Probe, images: Sequence[Size]) -> dict[str, int]:
     return {name: sum(x.numel() for x in own if isinstance(x, Tensor)) for name, own in leaves.items()}
 
 
+def can_share_frames(holder: Any, method: str) -> bool:
+    """Whether `method` of `holder` computes the same features of the frames of a video as of separate videos."""
+
+    def find() -> bool:
+        probe = Probe(holder, method)
+        inputs = visual_inputs(probe.model, method, [(2, 1, 3)])
+        images = _images(inputs) if inputs is not None else None
+        if inputs is None or images is None or images.grid is None:
+            return False
+        generator = torch.Generator().manual_seed(0)
+        for parameter in probe.model.parameters():
+            # Embeddings of time may be initialized to zero.
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+        pixels = next(name for name in inputs if name.startswith("pixel_values"))
+        inputs[pixels] = torch.randn(inputs[pixels].shape, generator=generator)
+        frames = replace(images, tensors={**images.tensors, pixels: inputs[pixels]}).frames()
+        whole, apart = (_outputs(probe, used) for used in (inputs, {**inputs, **frames.tensors}))
+        if not whole or [x.shape for x in whole] != [x.shape for x in apart]:
+            return False
+        return all((a - b).abs().max() <= _ROUNDING * a.abs().max() for a, b in zip(whole, apart, strict=True))
+
+    return find_once(holder, f"frames shared by {method}", find)
+
+
+def _outputs(probe: Probe, inputs: Mapping[str, Any]) -> list[Tensor]:
+    """Each output that the language model may read, of all images; empty where the encoder raises an error."""
+    try:
+        with torch.no_grad():
+            outputs = getattr(probe.model, probe.method)(**inputs)
+    # The code of any model.
+    except Exception:
+        return []
+    read = outputs if isinstance(outputs, Mapping) else {"": outputs}
+    values = [value for name, value in read.items() if name not in INTERNAL_STATES]
+    pooled = pooled_features(outputs)
+    found = [[x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)] for value in [*values, pooled]]
+    return [torch.cat([x.flatten(0, -2) for x in parts]) for parts in found if parts]
+
+
 def share_images(
     method: Callable[..., Any],
     dummy: Callable[[], Mapping[str, Any] | None],
     given: Mapping[str, Any],
     rest: Mapping[str, Any],
+    by_frame: bool = False,
 ) -> Any:
     """`method(**given, **rest)`, computed by the ranks together.
 
@@ -98,6 +167,7 @@ def share_images(
         dummy: makes the smallest arguments, for a rank that gets no image.
         given: arguments that the method names.
         rest: those that it passes on.
+        by_frame: the frames of a video may be on several ranks.
     """
     group = get_parallel_state().sp_group
     # Precomputed inputs of the encoder, such as image_cu_seqlens, are of all images.
@@ -105,37 +175,38 @@ def share_images(
     images = _images(given) if group is not None and not precomputed else None
     if group is None or images is None:
         return method(**given, **rest)
-    bounds = _bounds(images.patches, group.size())
+    parts = images.frames() if by_frame else images
+    bounds = _bounds(parts.patches, group.size())
     start, stop = bounds[group.rank()], bounds[group.rank() + 1]
     if start == stop:
-        used = dict(dummy() or {})
+        used: dict[str, Any] = dict(dummy() or {})
         smallest = _images(used)
         assert smallest is not None, "the smallest inputs have the same form"
         computed = sum(smallest.patches)
     else:
-        used = {name: given[name][sum(rows[:start]) : sum(rows[:stop])] for name, rows in images.tensors.items()}
-        computed = sum(images.patches[start:stop])
+        used = parts.part(start, stop)
+        computed = sum(parts.patches[start:stop])
     outputs = method(**{**given, **used}, **rest)
-    return _Gathering(group, images.patches, bounds, computed, start == stop).outputs(outputs)
+    counts = [sum(parts.patches[a:b]) for a, b in pairwise(bounds)]
+    return _Gathering(group, images.patches, counts, computed, start == stop).outputs(outputs)
 
 
 def _images(arguments: Mapping[str, Any]) -> _Images | None:
     """The images in the arguments of a method; None where the numbers of their features do not follow from them."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()}
-    grid = next((value for name, value in tensors.items() if name.endswith("_grid_thw")), None)
+    grid = next((name for name in tensors if name.endswith("_grid_thw")), None)
     pixels = next((value for name, value in tensors.items() if name.startswith("pixel_values")), None)
     if pixels is None:
         return None
     if grid is not None:
-        patches = grid.prod(-1).tolist()
+        patches = tensors[grid].prod(-1).tolist()
     elif pixels.dim() == _IMAGE_DIMS and len(tensors) == 1:
         patches = [1] * len(pixels)
     else:
         return None
     rows = {name: _rows(value, patches) for name, value in tensors.items()}
-    if any(value is None for value in rows.values()):
-        return None
-    return _Images({name: value for name, value in rows.items() if value is not None}, patches)
+    known = {name: value for name, value in rows.items() if value is not None}
+    return _Images(tensors, known, patches, grid) if len(known) == len(rows) else None
 
 
 def _rows(value: Tensor, patches: list[int]) -> list[int] | None:
@@ -162,14 +233,14 @@ class _Gathering:
 
     Attributes:
         patches: of all images.
-        bounds: of the ranks' images.
+        counts: patches of each rank.
         computed: patches that this rank computed.
         is_dummy: they are of no image.
     """
 
     group: ProcessGroup
     patches: list[int]
-    bounds: list[int]
+    counts: list[int]
     computed: int
     is_dummy: bool
 
@@ -210,7 +281,7 @@ class _Gathering:
     def _joined(self, own: Tensor) -> Tensor:
         """Features [rows of all images, ...] from those of this rank."""
         share = Fraction(len(own), self.computed)
-        counts = [int(share * sum(self.patches[start:stop])) for start, stop in pairwise(self.bounds)]
+        counts = [int(share * count) for count in self.counts]
         rows = own[:0] if self.is_dummy else own
         padding = own.new_zeros(max(counts) - len(rows), *own.shape[1:])
         parts = gather_outputs(torch.cat([rows, padding]), 0, self.group).chunk(len(counts))
