@@ -64,7 +64,7 @@ def rows_at(tokens, **options):
 
 def test_modules_of_torch_are_call_sites_where_auto_selects_a_kernel(monkeypatch):
     model = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 40), nn.LayerNorm(40), nn.LayerNorm(24))
-    monkeypatch.setattr(KERNEL_REGISTRY, "selected_by_auto", lambda op_name: op_name == "layer_norm")
+    monkeypatch.setattr(KERNEL_REGISTRY, "selected_by_auto", lambda op_name, variant: op_name == "layer_norm")
     sites = call_sites_of(model, torch.device("cpu"), torch.float32)
     assert [(s.op, s.shape) for s in sites] == [("layer_norm", (("width", width),)) for width in (24, 40)]
 

@@ -419,7 +419,7 @@ def test_model_plan_overrides_the_architecture_plan():
 
 def test_small_models_are_not_gathered_again_in_backward(monkeypatch):
     device = torch.device("cuda")
-    memory = type("Properties", (), {"total_memory": 20 * 2 * 100})
+    memory = type("Properties", (), {"total_memory": 10 * 2 * 100})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     model = nn.Linear(10, 10, bias=False)
     assert fsdp._keeps_gathered(model, torch.bfloat16, device)

@@ -44,11 +44,11 @@ def call_sites_of(model: Any, device: torch.device, dtype: torch.dtype) -> list[
     config = getattr(model, "config", None)
     asked = [(op, variant, module) for _, module, _, op, variant in walk_slots(model)]
     for op in KERNEL_REGISTRY.ops.values():
-        if op.applies_to is None or (op.per_module and not KERNEL_REGISTRY.selected_by_auto(op.name)):
+        if op.applies_to is None:
             continue
         for module in model.modules() if op.per_module else (model,):
             variant = op.applies_to(module, config) if op.per_module else op.applies_to(module)
-            if variant is not None:
+            if variant is not None and (not op.per_module or KERNEL_REGISTRY.selected_by_auto(op.name, variant)):
                 asked.append((op.name, variant, module))
     found: dict[CallSite, None] = {}
     for op_name, variant, module in asked:

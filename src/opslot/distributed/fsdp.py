@@ -33,6 +33,8 @@ from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
 DataParallelMode = Literal["auto", "ddp", "fsdp2"]
 # What `needs_fsdp` depends on.
+# Gathered parameters that a forward pass keeps for its backward pass, of the GPU's memory.
+_KEPT = 0.1
 MODE_OPTIONS = ("data_parallel_mode", "param_dtype", "cpu_offload", "reshard_after_forward", "copy_engine")
 _REDUCTIONS = "_fsdp_reductions"
 
@@ -85,7 +87,7 @@ def shard_model(
         compile: run each layer through torch.compile; layers of one class share its graphs.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them; default
-            True, but not for a model whose parameters take little of the GPU's memory.
+            True, but not for a model whose gathered parameters take at most 10 % of the GPU's memory.
         prefetch: number of layers whose parameters are gathered ahead.
         copy_engine: gather and reduce by copies between the GPUs of one host instead of NCCL's kernels; default where
             possible. See `opslot.distributed.copy_engine`.
@@ -246,9 +248,12 @@ def _whole_weights(model: nn.Module) -> set[Any]:
 
 
 def _keeps_gathered(model: nn.Module, param_dtype: torch.dtype | None, device: torch.device) -> bool:
-    """Whether a model is small for the GPU: gathering its layers again costs host time, and saves little memory."""
+    """Whether a model is small for the GPU: gathering its layers again would save little memory.
+
+    On four H200s, a step of 8 layers of Qwen3-30B-A3B's sizes takes 251 ms with it and 238 without, in 6 GiB more.
+    """
     gathered = sum(p.numel() * (param_dtype or p.dtype).itemsize for p in model.parameters())
-    return device.type == "cuda" and takes_little_memory(gathered, device)
+    return device.type == "cuda" and takes_little_memory(gathered, device, _KEPT)
 
 
 def _gather_once(model: nn.Module) -> None:

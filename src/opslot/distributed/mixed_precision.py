@@ -32,9 +32,9 @@ _COPIES = "_mixed_precision_copies"
 _NO_BACKWARD = -1
 
 
-def takes_little_memory(size: int, device: torch.device) -> bool:
-    """Whether `size` bytes are at most 5 % of the memory of a GPU; always on other devices."""
-    return device.type != "cuda" or size <= _LITTLE * torch.cuda.get_device_properties(device).total_memory
+def takes_little_memory(size: int, device: torch.device, share: float = _LITTLE) -> bool:
+    """Whether `size` bytes are at most this share of the memory of a GPU; always on other devices."""
+    return device.type != "cuda" or size <= share * torch.cuda.get_device_properties(device).total_memory
 
 
 def can_copy_parameters(parameters: Iterable[nn.Parameter], dtype: torch.dtype, device: torch.device) -> bool:

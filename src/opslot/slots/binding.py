@@ -218,10 +218,11 @@ def _without_attribute(model: Any, chosen: OpsImplementationConfig, configs: dic
     """Ops that no slot is declared for.
 
     Those selected per model, such as attention, once for each sub-model with a config of its own; those selected per
-    module, such as layer_norm, in every module; where `auto` selects no kernel, such as linear, where one is named.
+    module, such as layer_norm, in every module; variants for which `auto` selects no kernel, such as linear/standard,
+    where one is named.
     """
     for op in KERNEL_REGISTRY.ops.values():
-        everywhere = KERNEL_REGISTRY.selected_by_auto(op.name)
+        everywhere = {variant for variant in op.variants if KERNEL_REGISTRY.selected_by_auto(op.name, variant)}
         if op.applies_to is None or (op.per_module and not everywhere and not chosen.names_kernel(op)):
             continue
         seen: list[Any] = []
@@ -230,7 +231,7 @@ def _without_attribute(model: Any, chosen: OpsImplementationConfig, configs: dic
             if variant is None:
                 continue
             if op.per_module:
-                if everywhere or chosen.choice(op.name, variant, path) not in ("auto", "eager"):
+                if variant in everywhere or chosen.choice(op.name, variant, path) not in ("auto", "eager"):
                     yield ModuleSlot(path, module, "", op.name, variant)
             elif all(module.config is not config for config in seen):
                 seen.append(module.config)

@@ -128,8 +128,8 @@ class OpSpec:
         applies_to: the variant of such a per-model op in a module that is a model, or None where it has none; each
             config is queried once.
         per_module: `applies_to` is instead called for every module, with the config of the sub-model around it (None
-            without one) as second argument. If no kernel of the op has a priority, only the modules that the
-            configuration names one for are bound; the others are left alone and not listed.
+            without one) as second argument. Of variants without a kernel that has a priority, only the modules that
+            the configuration names one for are bound; the others are left alone and not listed.
         part: `(module) -> bool`: of a per-model op, whether its kernel runs in that module of the model.
         keeps: `(model, state or None, wanted) -> why`, of a per-model op: why the model keeps Transformers'
             implementation though the configuration has "auto" or a kernel, or None.

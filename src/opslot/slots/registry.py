@@ -147,9 +147,9 @@ class KernelRegistry:
             spec for spec in self._specs.values() if op_name in (None, spec.op_name) and variant in (None, spec.variant)
         ]
 
-    def selected_by_auto(self, op_name: str) -> bool:
-        """Whether `auto` can select any kernel of the op, on some device."""
-        return any(spec.priority is not None for spec in self.specs(op_name))
+    def selected_by_auto(self, op_name: str, variant: str) -> bool:
+        """Whether `auto` can select any kernel of the variant, on some device."""
+        return any(spec.priority is not None for spec in self.specs(op_name, variant))
 
     def get(self, op_name: str, variant: str, name: str) -> KernelSpec:
         """One kernel; ConfigError naming the alternatives when it does not exist."""

@@ -80,7 +80,8 @@ class FSDPConfig:
         reduce_dtype: dtype of the gradient reduction.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: free a layer's gathered parameters after the forward pass and gather them again for the
-            backward pass; default true, except for models whose parameters take at most 5 % of a GPU's memory.
+            backward pass; default true, except for models whose gathered parameters take at most 10 % of a GPU's
+            memory.
         prefetch: number of layers whose parameters are gathered ahead of the current one.
         copy_engine: all-gather and reduce-scatter with copies between the GPUs of one host instead of NCCL kernels;
             default wherever it is supported.

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opslot._base.errors import KernelError
 from opslot.models._linear_adapters import fuse_linear_adapters
-from opslot.ops.linear import low_rank
+from opslot.ops.linear import aligned, low_rank
 from opslot.ops.linear.nf4 import dequantize
 from opslot.ops.swiglu_mlp.triton import standard as swiglu
 from opslot.slots import OpsImplementationConfig
@@ -23,10 +23,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class MLP(nn.Module):
-    def __init__(self, bias=False, activate=swiglu):
+    def __init__(self, bias=False, activate=swiglu, width=40):
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(24, 40, bias=bias), nn.Linear(24, 40, bias=bias)
-        self.down_proj, self.activate = nn.Linear(40, 24, bias=bias), activate
+        self.gate_proj, self.up_proj = nn.Linear(24, width, bias=bias), nn.Linear(24, width, bias=bias)
+        self.down_proj, self.activate = nn.Linear(width, 24, bias=bias), activate
 
     def forward(self, x):
         return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
@@ -73,6 +73,26 @@ def test_equals_peft(calls, shape):
     check_equal(model, fused, torch.randn(shape, device=DEVICE))
     assert len(calls) == 3
     assert repr(fused) == repr(model)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_pads_unaligned_sizes(calls, monkeypatch, create_graph):
+    monkeypatch.setattr(aligned, "_SMALL", 8)
+    torch.manual_seed(0)
+    model, fused = adapted(MLP(bias=True, width=45, activate=swiglu if not create_graph else torch.mul))
+    x = torch.randn(2, 5, 24, device=DEVICE)
+    if not create_graph:
+        check_equal(model, fused, x)
+        assert [x.stride(-2) for x in calls] == [24, 24, 48]
+        return
+    x = x.double().requires_grad_()
+    second = []
+    for each in (model.double(), fused.double()):
+        (first,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        trained = [p for p in each.parameters() if p.requires_grad]
+        second.append(torch.autograd.grad(first.square().sum(), [x, *trained]))
+    for one, other in zip(*second, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_takes_a_strided_input(calls):

@@ -1,6 +1,6 @@
 """linear: registration of the op and of its kernels."""
 
-from opslot.ops._common.specs import FLOATS, add_kernel, add_triton_kernel
+from opslot.ops._common.specs import FLOATS, H200, HALF_FLOATS, add_kernel, add_triton_kernel
 from opslot.ops.linear.op import OP
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
@@ -22,7 +22,7 @@ def _fp8_unsupported(request: KernelRequest) -> str | None:
 
 
 KERNEL_REGISTRY.register_op(OP)
-# cuBLAS is faster, so `auto` never selects it.
+# Slower than cuBLAS, so `auto` never selects it.
 add_triton_kernel(
     OP,
     name="batch_invariant",
@@ -31,9 +31,18 @@ add_triton_kernel(
 )
 add_kernel(
     OP,
+    "aligned",
+    "aligned:standard",
+    ["unaligned"],
+    dtypes=HALF_FLOATS,
+    priority={H200: 80},
+    description="cuBLAS, with rows padded to 16 bytes",
+)
+add_kernel(
+    OP,
     "fp8",
-    "fp8:{variant}",
-    ["standard"],
+    "fp8:standard",
+    ["standard", "unaligned"],
     dtypes=FLOATS,
     supports=_fp8_unsupported,
     relative_error=_FP8_ERROR,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from opslot.ops._common.aligned_rows import padded_width
 from opslot.slots import InputCase
 from opslot.slots.random_inputs import randn
 
@@ -24,6 +25,8 @@ def _case(
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         if view == "columns":
             x = randn((*rows, width + 8), dtype, device, generator)[..., 8:]
+        elif view == "padded rows":
+            x = randn((*rows, padded_width(width, dtype)), dtype, device, generator)[..., :width]
         else:
             x = randn((*rows, width), dtype, device, generator)
         if view == "transposed weight":
@@ -44,6 +47,15 @@ CASES = [
     _case("column slice", (4, 9), 40, 16, view="columns"),
     _case("transposed weight", (11,), 40, 48, view="transposed weight"),
     _case("16384 tokens, 4096 to 4096", (16384,), 4096, 4096, role="bench"),
+]
+UNALIGNED_CASES = [
+    *CASES[2:5],
+    _case("unaligned input", (2, 70), 45, 48, bias=True),
+    _case("unaligned output", (2, 70), 96, 83, bias=True),
+    _case("padded rows", (2, 70), 45, 37, view="padded rows"),
+    _case("column slice", (4, 9), 45, 19, view="columns"),
+    _case("transposed weight", (11,), 43, 45, view="transposed weight"),
+    _case("16384 tokens, 1280 to 3420", (16384,), 1280, 3420, bias=True, role="bench"),
 ]
 
 

@@ -8,6 +8,7 @@ an input that a cheap kernel computes again from what it keeps for its own backw
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.aligned_rows import mark_padded, view_without_padding, with_padding
 from opslot.ops._common.custom_op import in_dispatch_mode, recompute, recomputed_by
+from opslot.ops.linear.aligned import is_unaligned, padded_weight
 from opslot.ops.linear.nf4 import dequantize
 
 
@@ -59,7 +62,7 @@ def linear(x: Tensor, weight: Any, bias: Tensor | None, adapter: Adapter | None)
     packed = weight if hasattr(weight, "quant_state") else None
     down, up, scale = (None, None, 0.0) if adapter is None else adapter
     source = recomputed_by(x) if down is not None and down.requires_grad else None
-    return _Linear.apply(x, None if packed is not None else weight, bias, down, up, scale, packed, source)
+    return mark_padded(_Linear.apply(x, None if packed is not None else weight, bias, down, up, scale, packed, source))
 
 
 class _Linear(torch.autograd.Function):
@@ -75,17 +78,19 @@ class _Linear(torch.autograd.Function):
         packed: Any,
         source: Any,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        out = F.linear(rows, dequantize(packed) if weight is None else weight, bias)
+        base = dequantize(packed) if weight is None else weight
+        layout = _PADDED if is_unaligned(base) else _PLAIN
+        rows = layout.rows(x)
+        out = F.linear(rows, layout.weight(base), None if bias is None else layout.weight(bias))
         inner = None
         if down is not None and up is not None:
-            inner = F.linear(rows, down)
-            out = _add_product(out, inner, up.t(), scale)
-        ctx.shape, ctx.scale, ctx.packed = x.shape, scale, packed
+            inner = F.linear(rows, layout.weight(down))
+            out = _add_product(out, inner, layout.weight(up).t(), scale)
+        ctx.shape, ctx.scale, ctx.packed, ctx.layout = x.shape, scale, packed, layout
         needs_input = ctx.needs_input_grad[3]
         ctx.source = source if needs_input else None
         ctx.save_for_backward(x if needs_input and source is None else None, weight, down, up, inner)
-        return out.view(*x.shape[:-1], out.shape[1])
+        return layout.view(out, *x.shape[:-1], len(base))
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -99,22 +104,49 @@ class _Linear(torch.autograd.Function):
             )
         if ctx.source is not None:
             x = recompute(ctx.source)
-        dout = dout.reshape(-1, dout.shape[-1])
+        layout = _PLAIN if again else ctx.layout
+        dout = layout.rows(dout)
         dx = dinner = ddown = dup = None
         if need_input:
-            dx = dout @ (dequantize(ctx.packed) if weight is None else weight)
+            dx = dout @ layout.weight(dequantize(ctx.packed) if weight is None else weight)
         if down is not None:
-            rows = None if x is None else x.reshape(-1, ctx.shape[-1])
-            dinner = (dout @ up) * ctx.scale
+            rows = None if x is None else layout.rows(x)
+            dinner = (dout @ layout.weight(up)) * ctx.scale
             if need_down:
-                ddown = dinner.t() @ rows
+                ddown = _cut(dinner.t() @ rows, down)
             if need_up:
                 if again:
                     inner = rows @ down.t()  # the saved one is a constant
-                dup = dout.t() @ (inner * ctx.scale)
+                dup = _cut(dout.t() @ (inner * ctx.scale), up)
             if dx is not None:
-                dx = _add_product(dx, dinner, down, 1.0)
-        return None if dx is None else dx.view(ctx.shape), None, None, ddown, dup, None, None, None
+                dx = _add_product(dx, dinner, layout.weight(down), 1.0)
+        return None if dx is None else layout.view(dx, *ctx.shape), None, None, ddown, dup, None, None, None
+
+
+class _Layout(NamedTuple):
+    """How matrices are multiplied.
+
+    Attributes:
+        weight: a weight or bias as it is multiplied.
+        rows: an activation [..., C] as rows.
+        view: rows as an activation of a shape.
+    """
+
+    weight: Callable[[Tensor], Tensor]
+    rows: Callable[[Tensor], Tensor]
+    view: Callable[..., Tensor]
+
+
+_PLAIN = _Layout(lambda weight: weight, lambda x: x.reshape(-1, x.shape[-1]), Tensor.view)
+# See `aligned.py`.
+_PADDED = _Layout(padded_weight, with_padding, view_without_padding)
+
+
+def _cut(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient without its padding."""
+    if gradient.shape == parameter.shape:
+        return gradient
+    return gradient[: parameter.shape[0], : parameter.shape[1]].contiguous()
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

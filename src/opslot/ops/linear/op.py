@@ -1,11 +1,11 @@
 """Linear layers and other multiplications by a module's own weight, such as a router's: contract and binding.
 
-Variants: `standard` is linear layers, `head` those whose precision decides: output heads, and modules such as routers
-that multiply by a separate weight.
+Variants: `standard` is linear layers, `unaligned` those with sizes that are no multiple of 16 bytes in 16-bit dtypes,
+`head` those whose precision decides: output heads, and modules such as routers that multiply by a separate weight.
 
-Off unless a kernel is named: `auto` leaves every module as it is. Where one is named, a linear layer calls the kernel
-instead of its forward, and another module that multiplies by its own matrices runs its forward with torch's matmuls
-replaced.
+`auto` selects kernels for `unaligned` alone and leaves other modules as they are. Where a kernel is selected, a linear
+layer calls it instead of its forward, and another module that multiplies by its own matrices runs its forward with
+torch's matmuls replaced.
 
 Shapes: `input` [..., K] and `weight` [V, K] with any strides, `bias` [V] or None. Returns [..., V].
 """
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from opslot.ops._common.model_config import language_config
-from opslot.ops.linear.cases import CASES, benchmark_case
+from opslot.ops.linear.aligned import is_unaligned
+from opslot.ops.linear.cases import CASES, UNALIGNED_CASES, benchmark_case
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
@@ -72,7 +73,9 @@ def _applies_to(module: nn.Module, config: Any) -> str | None:
     cls: Any = type(module)
     if _is_plain(module):
         weight: Any = module.weight
-        return "head" if weight.shape[0] in _head_sizes(config) else "standard"
+        if weight.shape[0] in _head_sizes(config):
+            return "head"
+        return "unaligned" if is_unaligned(weight) else "standard"
     has_matrix = any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
     return "head" if has_matrix and _multiplies(cls) else None
 
@@ -141,7 +144,7 @@ def _detach(module: nn.Module, previous: Callable[..., Any] | None) -> None:
 
 OP = OpSpec(
     name="linear",
-    description="linear layers and routers, where a kernel is named",
+    description="linear layers, and routers where a kernel is named",
     variants={
         "standard": OpVariant(
             "standard",
@@ -152,6 +155,16 @@ OP = OpSpec(
             static_shape=_static_shape,
             benchmark_case=benchmark_case,
             description="input weight^T + bias, in linear layers",
+        ),
+        "unaligned": OpVariant(
+            "unaligned",
+            standard,
+            UNALIGNED_CASES,
+            ("input", "weight", "bias"),
+            _cost,
+            static_shape=_static_shape,
+            benchmark_case=benchmark_case,
+            description="input weight^T + bias, with sizes that are no multiple of 16 bytes",
         ),
         "head": OpVariant(
             "head",

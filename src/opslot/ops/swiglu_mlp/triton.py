@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.activations import Activation, activation_name, activation_problem
+from opslot.ops._common.aligned_rows import empty_rows_like, mark_padded, zero_padding
 from opslot.ops._common.arguments import as_rows, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.triton_activations import activation as activate
@@ -131,12 +132,13 @@ def _launch(out: Tensor, gate: Tensor, up: Tensor, activation: str, *clamp: floa
         tensors, strides, grid, blocks = _layout(gate, up, out)
         scalars = (blocks, *(clamp or _NOT_CLAMPED))
         _forward_launcher(grid, tensors, strides, scalars, (activation, bool(clamp), _BLOCK), _WARPS)
+        zero_padding(out)
 
 
 def _launch_backward(
     gradients: tuple[Tensor | None, ...], dout: Tensor, gate: Tensor, up: Tensor, activation: str, *rest: Any
 ) -> None:
-    """Write the gradients that are not None; they must have the same row stride."""
+    """Write the gradients that are not None."""
     clamp, (dgate, dup) = rest[:-2], gradients
     if dout.numel():
         targets = (dout if dgate is None else dgate, dout if dup is None else dup)
@@ -144,11 +146,18 @@ def _launch_backward(
         scalars = (blocks, *(clamp or _NOT_CLAMPED))
         constants = (activation, bool(clamp), dgate is not None, dup is not None, _BLOCK)
         _backward_launcher(grid, tensors, strides, scalars, constants, _WARPS)
+        for gradient in gradients:
+            if gradient is not None:
+                zero_padding(gradient)
 
 
 def _allocate(gate: Tensor, up: Tensor, *_: Any) -> Tensor:
-    dtype = torch.promote_types(gate.dtype, up.dtype)
-    return torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
+    return empty_rows_like(gate, torch.promote_types(gate.dtype, up.dtype))
+
+
+def _allocate_gradients(dout: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    need_gate, need_up = rest[-2:]
+    return empty_rows_like(gate) if need_gate else None, empty_rows_like(up) if need_up else None
 
 
 def _allocate_fused(gate_up: Tensor, activation: str) -> Tensor:
@@ -169,6 +178,7 @@ _swiglu = differentiable_op(
     "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
     allocate=_allocate,
     launch=_launch,
+    allocate_gradients=_allocate_gradients,
     launch_backward=_launch_backward,
     recomputable=True,
 )
@@ -176,6 +186,7 @@ _clamped = differentiable_op(
     "swiglu_clamped(Tensor gate, Tensor up, str activation, float limit, float alpha, float up_offset) -> Tensor",
     allocate=_allocate,
     launch=_launch,
+    allocate_gradients=_allocate_gradients,
     launch_backward=_launch_backward,
     recomputable=True,
 )
@@ -207,7 +218,7 @@ def _name_of(activation: Activation) -> str:
 def standard(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     """`op.standard` for float32, bfloat16 and float16, computed in fp32; `gate` and `up` have one shape."""
     _check_pair(gate, up)
-    return _swiglu(gate, up, _name_of(activation))
+    return mark_padded(_swiglu(gate, up, _name_of(activation)))
 
 
 def clamped(gate: Tensor, up: Tensor, limit: float, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
