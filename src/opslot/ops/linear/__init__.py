@@ -29,6 +29,8 @@ add_triton_kernel(
     factory="triton:standard",
     description="a token's result does not depend on the batch",
 )
+# Forward and backward in bf16 on an H200, 40,960 tokens: 1280 to 3420 1.63 ms, without padding 4.48; 3420 to 1280 1.66
+# and 5.33.
 add_kernel(
     OP,
     "aligned",
