@@ -36,8 +36,8 @@ add_kernel(
     "aligned",
     "aligned:standard",
     ["unaligned"],
-    dtypes=HALF_FLOATS,
-    priority={H200: 80},
+    dtypes=FLOATS,
+    priority={H200: lambda request: 80 if request.dtype in HALF_FLOATS else None},
     description="cuBLAS, with rows padded to 16 bytes",
 )
 add_kernel(
