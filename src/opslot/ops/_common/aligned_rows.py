@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 _BYTES = 16
-_MARK = "_opslot_zero_padding"
+# The attribute of a marked tensor.
+_MARK = "zero_padding"
 
 
 def padded_width(width: int, dtype: torch.dtype) -> int:
