@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint.converter import CheckpointTensorConverter, Shapes
+from opslot.checkpoint.converter import Converter, Shapes
 from opslot.checkpoint.experts import ExpertTensorConverter, family_of, is_expert_tensor, stacked_name
 from opslot.checkpoint.model_tensors import tensors_of
 from opslot.checkpoint.tensor_slice import TensorSlice
@@ -40,7 +40,7 @@ class HubNames:
     """
 
     renamed: Mapping[str, str]
-    converters: list[CheckpointTensorConverter]
+    converters: list[Converter]
     source_keys: dict[str, list[str]]
     model: Any
 
@@ -300,15 +300,6 @@ class HubTensorConverter:
         """The missing per-expert tensors of layers of which other tensors are present."""
         lacking = self._experts.lacking(self._names[name] for name in names)
         return [key for name in lacking for key in _source_keys(name, self._known_keys) or [name]]
-
-    def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-        """As `ExpertTensorConverter.convert`; a whole tensor is returned at once."""
-        renamed = self._names[name]
-        return self._experts.convert(renamed, tensor) if self._experts.can_handle(renamed) else [(renamed, tensor)]
-
-    def finalize(self) -> list[tuple[str, Tensor]]:
-        """As `ExpertTensorConverter.finalize`."""
-        return self._experts.finalize()
 
 
 class ConvertedTensors:

@@ -243,7 +243,7 @@ def register_architecture(
 
     Args:
         name: Transformers' folder name, which is also its model_type.
-        converters: `(model) -> list of CheckpointTensorConverter`.
+        converters: `(model) -> list of CheckpointTensorConverter or SlicingConverter`.
         patch: edits beside those that discovery finds, or all of them with `discover=False`. A folder
             `opslot/models/<name>` has them in `patch.py` instead.
         parallel_plan: `(model) -> ParallelPlan`; default: shard the experts that have slots.
