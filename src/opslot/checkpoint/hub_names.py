@@ -55,18 +55,15 @@ class HubNames:
 def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
     """How Transformers reads a checkpoint with tensors of `shapes` into `model`.
 
-    None if no renaming is needed: `model` is not a Transformers model, its architecture has no conversions or only
-    those of per-expert tensors and the checkpoint no names of earlier releases (LayerNorm.gamma of the first BERT), or
-    this release of Transformers lacks the functions used here.
+    None if no renaming is needed: `model` is not a Transformers model, or its architecture has no conversions or only
+    those of per-expert tensors and the checkpoint no names of earlier releases (LayerNorm.gamma of the first BERT).
     """
     if not hasattr(model, "base_model_prefix"):  # not a Transformers model, and importing Transformers takes seconds
         return None
-    try:
-        from transformers import PreTrainedModel
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-    except ImportError:
-        return None
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
     if not isinstance(model, PreTrainedModel):
         return None
     view = transformers_view(model)
