@@ -62,7 +62,7 @@ class RunData:
         config: RunConfig,
         inputs: Inputs,
         tokenizer: PreTrainedTokenizerBase,
-        model_config: PreTrainedConfig | None = None,
+        model_config: PreTrainedConfig,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -274,7 +274,7 @@ def set_sample_length(data: DataConfig, model_config: PreTrainedConfig, tokenize
 
 
 def make_encoder(
-    config: RunConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig | None = None
+    config: RunConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
 ) -> Encoder:
     """The encoder of the run's task.
 
@@ -302,7 +302,7 @@ def make_encoder(
     )
     files = [file for source in inputs.sources for file in source.files]
     _inspect(encoder, [*files, *inputs.eval_files], data.format)
-    known = dict(getattr(model_config, "id2label", None) or {})
+    known = dict(model_config.id2label or {})
     checkpoint = [] if _is_default(known) else [str(known[number]) for number in sorted(known)]
     encoder.names = (
         data.label_names or encoder.class_names or checkpoint or find_label_names(encoder, files, data.format)
@@ -320,10 +320,9 @@ def _multimodal_encoder(
     config: RunConfig,
     inputs: Inputs,
     tokenizer: PreTrainedTokenizerBase,
-    model_config: PreTrainedConfig | None,
+    model_config: PreTrainedConfig,
     common: dict[str, Any],
 ) -> MultimodalEncoder:
-    assert model_config is not None, "task vlm reads the model's config"
     data = config.data
     processor: Any = load_processor(inputs.tokenizer_path, trust_remote_code=config.model.trust_remote_code)
     if data.chat_template is None and getattr(processor, "chat_template", None):
