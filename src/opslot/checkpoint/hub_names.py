@@ -111,7 +111,8 @@ class _Assigner:
         """
         self._renamed[name] = renamed
         if pattern is None:
-            found = next((n for n in _with_prefix(renamed, self._model) if self._is_copied(n)), None)
+            names = _with_prefix(renamed, self._model)
+            found = next((n for n in names if n in self._tensors or self._experts.can_handle(n)), None)
             if found is not None:
                 self._copied[name] = found
                 self._learn(name, [found])
@@ -130,9 +131,6 @@ class _Assigner:
     def result(self) -> HubNames:
         placing = HubTensorConverter(self._copied, self._tensors, self._experts, self._known_keys)
         return HubNames(self._renamed, [placing, *self._converted.values()], self._known_keys, self._model)
-
-    def _is_copied(self, name: str) -> bool:
-        return name in self._tensors or self._experts.can_handle(name)
 
     def _single_expert(self, name: str, target: str, pattern: str, conversion: Any) -> str | None:
         """The per-expert name of `name`, for `ExpertTensorConverter`; None if it is not one expert's of `target`."""

@@ -4,7 +4,6 @@ would see each other."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +38,12 @@ def separate_documents(model: nn.Module) -> None:
     Decoders with several axes of positions make masks of those of the text, which [B, S] alone do not reach.
     """
     decoder = decoder_of(model)
-    for part in _models(model):
-        for applies, hook in ((_expands_positions, _add_text_axis), (masks_drop_positions, _add_boundaries)):
-            if applies(part):
-                add_pre_hook(part, hook, prepend=True)
+    models: list[Any] = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
+    for part in models:
+        if takes_text_axis(type(part)) and "position_ids" in _parameters(part):
+            add_pre_hook(part, _add_text_axis, prepend=True)
+        if masks_drop_positions(part):
+            add_pre_hook(part, _add_boundaries, prepend=True)
         # With towers, what reads documents is the language model.
         inside = decoder if decoder is not None and any(module is decoder for module in part.modules()) else part
         problem = _problem(inside)
@@ -50,10 +51,6 @@ def separate_documents(model: nn.Module) -> None:
             add_pre_hook(part, _Reject(problem))
         elif _counts_positions(part, inside):
             add_pre_hook(part, _add_positions, prepend=True)
-
-
-def _models(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if hasattr(module, "base_model_prefix"))
 
 
 def _problem(part: nn.Module) -> str | None:
@@ -113,10 +110,6 @@ def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if states is None or "position_ids" in _parameters(model)[: len(args)]:
         return None
     return args, {**kwargs, "position_ids": positions_in_documents(cu_seqlens, states)}
-
-
-def _expands_positions(part: nn.Module) -> bool:
-    return takes_text_axis(type(part)) and "position_ids" in _parameters(part)
 
 
 def _add_text_axis(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -184,14 +184,12 @@ class _Reader:
 
     def _merged(self, path: str) -> float:
         """1 / (patches that one row holds): outside of the tower's blocks, where features are concatenated."""
-        if any(p.rpartition(".")[2].isdigit() and self._has_attention(p) for p in _parents(path)):
+        blocks = [self.modules[p] for p in _parents(path) if p.rpartition(".")[2].isdigit()]
+        if any(_is_attention(module) for block in blocks for module in block.modules()):
             return 1.0
         features = _first_features(self.modules[_outermost(path, self.modules)])
         width = self._tower_width
         return width / features if width and features > width and features % width == 0 else 1.0
-
-    def _has_attention(self, path: str) -> bool:
-        return any(_is_attention(module) for module in self.modules[path].modules())
 
     @functools.cached_property
     def _tower_width(self) -> int:

@@ -15,7 +15,6 @@ from opslot.patchgen.edits import (
     Decorate,
     Edit,
     Exclude,
-    Expectations,
     ImportSpec,
     InheritMethod,
     Slot,
@@ -113,7 +112,8 @@ class PatchConfig(TextPrimitives):
         `expects` maps the function, and each helper it relies on, to the fingerprints they may have. `count` is
         the number of calls; without it, at least one.
         """
-        self.edits.append(SlotCalls(function, slot=slot, expects=_expectations(expects), count=count))
+        hashes = tuple((name, _fingerprints(values)) for name, values in (expects or {}).items())
+        self.edits.append(SlotCalls(function, slot=slot, expects=hashes, count=count))
 
     def slot_expr(self, scope: str, slot: Slot, pattern: str, *, args: str, count: int = 1) -> None:
         """Compute an expression with the slot's kernel while one is bound; `args` may use the pattern's `$names`."""
@@ -314,7 +314,3 @@ def _require_method(target: str, slot: Slot) -> None:
 
 def _fingerprints(values: str | Iterable[str]) -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else tuple(values)
-
-
-def _expectations(expects: Mapping[str, str | Iterable[str]] | None) -> Expectations:
-    return tuple((name, _fingerprints(values)) for name, values in (expects or {}).items())

@@ -303,7 +303,8 @@ def make_encoder(
     files = [file for source in inputs.sources for file in source.files]
     _inspect(encoder, [*files, *inputs.eval_files], data.format)
     known = dict(model_config.id2label or {})
-    checkpoint = [] if _is_default(known) else [str(known[number]) for number in sorted(known)]
+    # The names of a config that was never given any are no labels.
+    checkpoint = [] if known == {0: "LABEL_0", 1: "LABEL_1"} else [str(known[number]) for number in sorted(known)]
     encoder.names = (
         data.label_names or encoder.class_names or checkpoint or find_label_names(encoder, files, data.format)
     )
@@ -353,8 +354,3 @@ def _inspect(encoder: LabelEncoder, files: list[Path], format: str) -> None:
         encoder.inspect(file, format, problems)
     if problems:
         raise DataError(list_problems("the data cannot be read", problems))
-
-
-def _is_default(names: dict[Any, Any]) -> bool:
-    """Whether these are the two labels of every config that was never given any."""
-    return names == {0: "LABEL_0", 1: "LABEL_1"} or not names
