@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, cast
+from types import ModuleType
 
 from opslot._base.errors import PatchError
 from opslot.patchgen.cache import cache_homes, locked, prune, read_sealed, touch, write_sealed
@@ -20,19 +20,6 @@ GENERATED_PACKAGE = "opslot.generated"
 
 class NoPatchError(PatchError):
     """An architecture has no patch."""
-
-
-class PatchFinder(Protocol):
-    """What `opslot.models.discovery` provides."""
-
-    def find_patch(self, arch: str, release: Release) -> PatchConfig | None:
-        """The patch of an architecture for a release: what is discovered and registered; None for neither."""
-
-    def digest(self, arch: str, release: Release) -> str | None:
-        """Hash of everything that `find_patch` depends on, computed without finding anything."""
-
-    def architectures(self) -> list[str]:
-        """The architectures that are listed: those in commands such as `patchgen --all` and in error messages."""
 
 
 REGISTERED_PATCHES: dict[str, PatchConfig] = {}
@@ -59,9 +46,9 @@ def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> N
     REGISTERED_PATCHES[arch] = patch
 
 
-def _finder() -> PatchFinder:
+def _finder() -> ModuleType:
     # By name, since it is in a room above this one.
-    return cast(PatchFinder, importlib.import_module("opslot.models.discovery"))
+    return importlib.import_module("opslot.models.discovery")
 
 
 def find_patch(arch: str, release: Release | None = None) -> PatchConfig | None:
