@@ -8,11 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opslot._base.lazy import lazy_names
-from opslot._base.plugins import PATCH_FINDERS
 
 __version__ = "0.1.0"
-
-PATCH_FINDERS.append("opslot.models.discovery")
 
 if TYPE_CHECKING:
     from opslot._base.errors import (

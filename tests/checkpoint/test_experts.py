@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import CheckpointError, ConfigError
-from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
+from opslot.checkpoint.converter import SlicingConverter
 from opslot.checkpoint.experts import (
     LAYOUTS,
     ExpertTensorConverter,
@@ -100,10 +100,8 @@ def test_targets_from_checkpoint_shapes(sizes: tuple[int, int, int], layout: str
     assert expert_targets(shapes) == shapes
 
 
-def test_converter_implements_both_protocols() -> None:
-    converter = ExpertTensorConverter(targets(2, 3, 5))
-    assert isinstance(converter, CheckpointTensorConverter)
-    assert isinstance(converter, SlicingConverter)
+def test_converter_implements_the_protocol() -> None:
+    assert isinstance(ExpertTensorConverter(targets(2, 3, 5)), SlicingConverter)
 
 
 def test_can_handle_only_tensors_of_the_model() -> None:
@@ -121,74 +119,31 @@ def test_can_handle_only_tensors_of_the_model() -> None:
         assert not converter.can_handle(name), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_convert_returns_each_target_once(layout: str) -> None:
-    shapes = targets(3, 4, 5)
-    values, checkpoint = stored(shapes, layout)
-    converter = ExpertTensorConverter(shapes)
-    handed = [pair for name, tensor in checkpoint.items() for pair in converter.convert(name, tensor) or ()]
-    assert sorted(name for name, _ in handed) == sorted(shapes)
-    assert all(torch.equal(tensor, values[name]) for name, tensor in handed)
-    assert converter.finalize() == []
-
-
-def test_finalize_raises_for_incomplete_experts() -> None:
+def test_missing_names_the_projections_of_incomplete_experts() -> None:
     shapes = targets(4, 3, 5)
-    _, checkpoint = stored(shapes, "per_expert")
-    converter = ExpertTensorConverter(shapes)
-    for name, tensor in checkpoint.items():
-        if name not in (
-            f"{EXPERTS}.2.up_proj.weight",
-            f"{EXPERTS}.3.gate_proj.weight",
-            f"{EXPERTS}.3.down_proj.weight",
-        ):
-            converter.convert(name, tensor)
-    with pytest.raises(CheckpointError) as caught:
-        converter.finalize()
-    assert f"{EXPERTS}: expert 2 lacks up_proj\n" in str(caught.value)
-    assert f"{EXPERTS}: expert 3 lacks gate_proj, down_proj\n" in str(caught.value)
+    lacking = {f"{EXPERTS}.2.up_proj.weight", f"{EXPERTS}.3.gate_proj.weight", f"{EXPERTS}.3.down_proj.weight"}
+    present = stored(shapes, "per_expert")[1].keys() - lacking
+    assert ExpertTensorConverter(shapes).missing(present) == [
+        f"{EXPERTS}: expert 2 lacks up_proj",
+        f"{EXPERTS}: expert 3 lacks gate_proj, down_proj",
+    ]
 
 
-def test_convert_raises_for_invalid_tensors() -> None:
-    converter = ExpertTensorConverter(targets(2, 3, 5))
-    converter.convert(f"{EXPERTS}.0.up_proj.weight", torch.zeros(3, 5))
-    with pytest.raises(CheckpointError, match="was given twice"):
-        converter.convert(f"{EXPERTS}.0.up_proj.weight", torch.zeros(3, 5))
-    with pytest.raises(CheckpointError, match=r"found: \[5, 3\], expected \[3, 5\]"):
-        converter.convert(f"{EXPERTS}.0.gate_proj.weight", torch.zeros(5, 3))
-    with pytest.raises(CheckpointError, match=r"found: \[2, 6, 7\], expected \[2, 6, 5\]"):
-        converter.convert(f"{EXPERTS}.gate_up_proj", torch.zeros(2, 6, 7))
+def test_unknown_expert_raises() -> None:
     with pytest.raises(CheckpointError, match="the model has 2 experts"):
-        converter.convert(f"{EXPERTS}.2.up_proj.weight", torch.zeros(3, 5))
-    with pytest.raises(CheckpointError, match="weight is not an expert tensor of this model\n  hint: call can_handle"):
-        converter.convert("lm_head.weight", torch.zeros(3, 5))
-
-
-@pytest.mark.parametrize("narrow_first", [True, False])
-def test_experts_of_several_dtypes_are_promoted(narrow_first: bool) -> None:
-    shapes = targets(2, 3, 5)
-    _, checkpoint = stored(shapes, "per_expert")
-    converter = ExpertTensorConverter(shapes)
-    handed: dict[str, torch.Tensor] = {}
-    for number, (name, tensor) in enumerate(checkpoint.items()):
-        narrow = number % 2 == (0 if narrow_first else 1)
-        handed |= dict(converter.convert(name, tensor.bfloat16() if narrow else tensor) or ())
-    again = in_layout(handed, "per_expert")
-    for number, (name, tensor) in enumerate(checkpoint.items()):
-        narrow = number % 2 == (0 if narrow_first else 1)
-        assert torch.equal(again[name], tensor.bfloat16().float() if narrow else tensor), name
+        ExpertTensorConverter(targets(2, 3, 5)).slice_of(f"{EXPERTS}.2.up_proj.weight", (3, 5))
 
 
 def test_ambiguous_square_tensor_raises() -> None:
     shapes = targets(2, 3, 6)
     name, value = f"{EXPERTS}.gate_up_proj", torch.randn(2, 6, 6)
-    with pytest.raises(CheckpointError, match=r'is square.*\n  hint: give layout="stacked" or "transposed"'):
-        ExpertTensorConverter(shapes).convert(name, value)
     with pytest.raises(CheckpointError, match=r'fit stacked and transposed(?s:.*)layout="stacked" or "transposed"'):
         ExpertTensorConverter(shapes).inspect({name: (2, 6, 6)})
     for layout, wanted in (("stacked", value), ("transposed", value.mT)):
-        ((_, found),) = ExpertTensorConverter(shapes, layout).convert(name, value) or ()
-        assert torch.equal(found, wanted)
+        converter = ExpertTensorConverter(shapes, layout)
+        converter.inspect({name: (2, 6, 6)})
+        part = converter.slice_of(name, (2, 6, 6))
+        assert torch.equal(part.read(value, part.region), wanted)
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(LAYOUTS, 2)))

@@ -83,18 +83,6 @@ def test_renamed_tensors_and_experts_are_mapped(mixtral) -> None:
     assert converter.missing(shapes) == [f"{experts}.{e}.{w}.weight" for e in (0, 1) for w in ("w1", "w3")]
 
 
-def test_renamed_tensors_can_be_converted(mixtral) -> None:
-    experts = "model.layers.0.block_sparse_moe.experts"
-    parts = {f"{experts}.{e}.w2.weight": torch.randn(8, 6) for e in range(3)}
-    (converter,) = hub_names(mixtral, {name: tuple(part.shape) for name, part in parts.items()}).converters
-    *collecting, done = [converter.convert(name, part) for name, part in parts.items()]
-    assert collecting == [None, None]
-    ((name, stacked),) = done
-    assert name == "model.layers.0.mlp.experts.down_proj"
-    assert torch.equal(stacked, torch.stack(list(parts.values())))
-    assert converter.finalize() == []
-
-
 def test_unknown_source_keys_are_those_of_save_pretrained(mixtral) -> None:
     names = hub_names(mixtral, {"model.layers.0.block_sparse_moe.gate.weight": (3, 8)})
     experts = "block_sparse_moe.experts"

@@ -9,7 +9,7 @@ from torch import nn
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.models._by_document import stop_giving_documents
+from opslot.models._hooks import remove_hooks
 from opslot.models.discovery import discover
 from opslot.models.discovery.sequences import _mixing_expression
 from opslot.models.parallelize import _check_experts, parallel_plan
@@ -94,13 +94,9 @@ def test_documents_are_known_by_positions_alone_and_with_gradient_checkpointing(
     checkpointed = copy.deepcopy(model).train()
     checkpointed.gradient_checkpointing_enable()
     assert not worst_difference(train_step(checkpointed, [packed, packed]), train_step(model, [packed, packed]))
-    assert worst_difference(train_step(stop_giving(model), [positions]), wanted)
-
-
-def stop_giving(model):
-    model = copy.deepcopy(model)
-    stop_giving_documents(model)
-    return model
+    without_hooks = copy.deepcopy(model)
+    remove_hooks(without_hooks)
+    assert worst_difference(train_step(without_hooks, [positions]), wanted)
 
 
 def test_sequence_parallelism_is_not_supported_for_the_reason(deepseek_v4):

@@ -19,12 +19,12 @@ from transformers import (
 
 import opslot
 from opslot._base.host_values import device_copy, host_values
+from opslot.models._hooks import remove_hooks
 from opslot.models._host_inputs import (
     _HostInputs,
     keep_inputs_from_fsdp,
     keep_inputs_on_host,
     map_inputs_of_compiled_layers,
-    stop_keeping_inputs_on_host,
 )
 from opslot.ops.attention.masks import mask_function, reads_layout
 
@@ -401,7 +401,7 @@ def test_copies_keep_their_inputs_on_host(clone):
     copied(ids=torch.tensor([1, 2]), x=torch.empty(2, device="meta"))
     assert copied.seen == [("cpu", "cpu")]
     assert model.seen == []
-    stop_keeping_inputs_on_host(copied)
+    remove_hooks(copied)
     copied(ids=torch.tensor([1, 2]), x=torch.empty(2, device="meta"))
     assert copied.seen[-1] == ("cpu", "meta")
 

@@ -22,6 +22,7 @@ from opslot.models.discovery import collected_forms as collected
 from opslot.models.discovery import finder, register_forms
 from opslot.models.parallelize import parallel_plan
 from opslot.patchgen import PatchConfig, PatchError
+from opslot.patchgen.materialization import REGISTERED_PATCHES
 from opslot.verify.tiny import tiny_config
 
 TINY = {
@@ -39,7 +40,8 @@ TINY = {
 @pytest.fixture(autouse=True)
 def restored_architectures(monkeypatch, restored_registries):
     monkeypatch.setattr(_registry, "ARCHITECTURES", dict(ARCHITECTURES))
-    monkeypatch.setattr(finder, "_added", {})
+    yield
+    REGISTERED_PATCHES.clear()
 
 
 def build(arch="arcee"):
@@ -101,7 +103,7 @@ def finder_release():
 
 
 def digest_without_additions():
-    finder._added.clear()
+    REGISTERED_PATCHES.clear()
     return finder.digest("ministral", finder_release())
 
 

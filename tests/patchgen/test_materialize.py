@@ -23,7 +23,7 @@ import pytest
 
 import opslot.generated  # noqa: F401
 from opslot.patchgen import PatchConfig, PatchError, Slot, cache, engine, materialize, register_patch
-from opslot.patchgen.materialization import cache_key, find_patch, known_archs, require_patch
+from opslot.patchgen.materialization import REGISTERED_PATCHES, cache_key, find_patch, known_archs, require_patch
 
 TOY = '''
     class ToyNorm:
@@ -276,10 +276,11 @@ def toy_module(toy, make_release, monkeypatch):
     """`opslot.generated.toy`, imported from a fake release."""
     release = make_release(TOY)
     monkeypatch.setattr("opslot.patchgen.materialization.installed_release", lambda: release)
-    monkeypatch.setattr("opslot.patchgen.materialization._registered", {})
+    toy.discover = False
     register_patch("toy", toy)
     yield importlib.import_module("opslot.generated.toy")
     sys.modules.pop("opslot.generated.toy", None)
+    del REGISTERED_PATCHES["toy"]
 
 
 def test_module_identity(toy_module):

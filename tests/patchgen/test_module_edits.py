@@ -325,9 +325,10 @@ def test_extending_a_sibling_with_other_names(rewrite, patch):
 
 
 def test_slot_edits_with_other_names(rewrite, patch):
-    names = {"Toy": "ToyMoe"}
-    patch.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x, self.weight", name_map=names)
-    patch.slot_calls("toy_rotary", Slot("rotary_pos_emb", "full"), name_map={"toy": "moe"})
+    sibling = PatchConfig(patch.source_module)
+    sibling.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x, self.weight")
+    sibling.slot_calls("toy_rotary", Slot("rotary_pos_emb", "full"))
+    patch.extend(sibling, name_map={"Toy": "ToyMoe", "toy": "moe"})
     source = """
         def moe_rotary(q):
             return q

@@ -1,4 +1,4 @@
-"""What is loaded by name: modules that upper rooms provide to lower ones, and entry points of other packages."""
+"""Entry points of other packages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 from opslot._base.logging import get_logger
 
 logger = get_logger(__name__)
-
-PATCH_FINDERS: list[str] = []
-"""Modules that `opslot.patchgen` gets patches from; `opslot/__init__.py` fills it."""
 
 
 def load_entry_points(group: str, *arguments: Any) -> None:

@@ -2,62 +2,97 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+# Groups of options in the help.
+OPS, STEPS, BASELINES, OUTPUT = "ops", "training steps of a model", "baselines", "output"
+
+
+def _option(default: Any, help: str, group: str = "", flag: str = "", **settings: Any) -> Any:
+    """A field and its option, `flag` where that has another name; `settings` are of `add_argument`."""
+    metadata = {"group": group, "flag": flag, "settings": {"help": help, **settings}}
+    if default is dict:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure; the options of `opslot bench`, under the same names.
+    """What to measure: the options of `opslot bench`, whose help describes them."""
 
-    Attributes:
-        ops: only these ops, in this order, and no training step; empty for all.
-        models: training steps of these models, and shapes of the first: a config.json, its folder, or a model type.
-        layers: another number of layers for `models`.
-        tokens: number of tokens that ops are timed with; None for each case's own on a GPU.
-        tune: add the times to this machine's profile, which `auto` reads.
-        baselines: hf, liger, quack, veomni.
-        baseline_paths: by baseline, a folder of packages that only this baseline imports.
-        batch, length: samples of a training step, and tokens of each; None for those of the device.
-        image_size: side in pixels of an image that each sample begins with; `length` then counts the text.
-        audio_seconds: of an audio after it; `length` then counts the text.
-        steps: training steps to time; 0 for none.
-        steps_only: no ops.
-        compile: also time training steps with `model.compile()`, also in mode "reduce-overhead" (CUDA graphs), and with
-            `opslot.parallelize(model, compile=True)`.
-        curve: number of steps of a loss curve.
-        ops_implementation: opslot's, in training steps.
-        implementations: of the training step, in this order; empty for opslot and all of `baselines`.
-        timeout: seconds that one implementation of a training step may take.
-        trace: add torch.profiler's table of a training step.
-        compile_ops: time torch.compile of eager ops.
-        baselines_only: time the ops of the baselines alone.
-        dtype: default bfloat16; float32 on a CPU.
-        device: default the best of this machine.
-        commit: commit to record outside a git repository.
-    """
+    dtype: str | None = _option(None, "default bfloat16; float32 on a CPU")
+    device: str | None = _option(None, "default the best of this machine")
 
-    ops: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    layers: int | None = None
-    tokens: int | None = None
-    tune: bool = False
-    baselines: tuple[str, ...] = ()
-    baseline_paths: Mapping[str, str] = field(default_factory=dict)
-    batch: int | None = None
-    length: int | None = None
-    image_size: int = 0
-    audio_seconds: int = 0
-    steps: int = 8
-    steps_only: bool = False
-    compile: bool = False
-    curve: int | None = None
-    ops_implementation: Mapping[str, str] = field(default_factory=dict)
-    implementations: tuple[str, ...] = ()
-    timeout: int = 900
-    trace: bool = False
-    compile_ops: bool = True
-    baselines_only: bool = False
-    dtype: str | None = None
-    device: str | None = None
-    commit: str | None = None
+    ops: tuple[str, ...] = _option(
+        (), "only these ops (separated by commas), in this order, and no training step", OPS, "--op", metavar="NAMES"
+    )
+    tokens: int | None = _option(
+        None, "tokens that ops are timed with; default 16384 on a GPU, 512 on a CPU", OPS, metavar="N"
+    )
+    tune: bool = _option(False, "add the times to this machine's profile, which auto reads (OPSLOT_PROFILE)", OPS)
+    compile_ops: bool = _option(True, "leave out torch.compile of eager ops", OPS, "--no-compile-ops")
+    # The ops of the baselines alone, in a process of their own.
+    baselines_only: bool = _option(False, argparse.SUPPRESS, OPS)
+
+    models: tuple[str, ...] = _option(
+        (),
+        "shapes and training steps of this model: a config.json, its folder, or a model type; several with "
+        "--steps-only",
+        STEPS,
+        "--model",
+        nargs="+",
+        type=str,
+        metavar="CONFIG",
+    )
+    layers: int | None = _option(None, "another number of layers", STEPS, metavar="N")
+    batch: int | None = _option(None, "samples of a training step; default 2", STEPS, metavar="N")
+    length: int | None = _option(None, "its tokens per sample; default 8192 on a GPU, 256 on a CPU", STEPS, metavar="N")
+    image_size: int = _option(
+        0, "each sample begins with a square image of this side, and --length counts its text", STEPS, metavar="PIXELS"
+    )
+    audio_seconds: int = _option(
+        0, "each sample has an audio of S seconds (after its image), and --length counts its text", STEPS, metavar="S"
+    )
+    steps: int = _option(8, "training steps to time; 0 for none; default 8", STEPS, metavar="N")
+    steps_only: bool = _option(False, "no ops, only training steps (and the loss curve)", STEPS)
+    compile: bool = _option(
+        False,
+        "also time training steps with model.compile(), also in mode reduce-overhead, and with "
+        "opslot.parallelize(model, compile=True)",
+        STEPS,
+    )
+    curve: int | None = _option(
+        None,
+        "train on text with auto and with Transformers' own code, and compare the losses",
+        STEPS,
+        metavar="STEPS",
+    )
+    ops_implementation: Mapping[str, str] = _option(
+        dict, "opslot's ops_implementation in the steps", STEPS, "--set", metavar="FIELD=VALUE"
+    )
+    timeout: int = _option(
+        900, "seconds that one implementation's training steps may take; default 900", STEPS, metavar="S"
+    )
+    trace: bool = _option(False, "add torch.profiler's table of a training step", STEPS)
+
+    baselines: tuple[str, ...] = _option(
+        (), "compare with hf, liger, quack, veomni (comma-separated)", BASELINES, metavar="NAMES"
+    )
+    baseline_paths: Mapping[str, str] = _option(
+        dict,
+        "a folder of packages that only this baseline imports, before all others",
+        BASELINES,
+        "--baseline-path",
+        metavar="NAME=DIR",
+    )
+    implementations: tuple[str, ...] = _option(
+        (),
+        'training steps of these only, in this order, e.g. "opslot,VeOmni"; default opslot and all of --baselines',
+        BASELINES,
+        metavar="NAMES",
+    )
+
+    commit: str | None = _option(None, "commit to record outside a git repository", OUTPUT, metavar="ID")

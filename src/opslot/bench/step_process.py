@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opslot._base.files import write_text
 from opslot.bench.baselines import BASELINES, baseline_of
 from opslot.bench.step import EAGER, OWN_IMPLEMENTATIONS, WARM_UP
 from opslot.bench.step_inputs import Batch, media_batch, model_vocab_size, packed, read_config, text_batch
@@ -33,11 +34,8 @@ _WRAPPERS = ("_orig_mod", "model", "language_model")
 def main(argv: list[str]) -> int:
     """Measure what each file describes; ends at the first one whose implementation raises."""
     for path in map(Path, argv):
-        result = _measure(json.loads(path.read_text()))
         # Complete once it exists: the parent waits for it.
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(result))
-        partial.rename(path.with_suffix(".result"))
+        write_text(path.with_suffix(".result"), json.dumps(_measure(json.loads(path.read_text()))))
         gc.collect()
         torch.compiler.reset()
         torch.cuda.empty_cache()

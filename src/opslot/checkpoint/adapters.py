@@ -153,7 +153,10 @@ class _Delta:
         self._layer = layer
 
     def __call__(self) -> Tensor:
-        own = [(m, key, p) for m in _adapter_modules(self._layer) for key, p in m._parameters.items() if p is not None]
+        adapters = [
+            module for name in self._layer.adapter_layer_names for module in getattr(self._layer, name).modules()
+        ]
+        own = [(m, key, p) for m in adapters for key, p in m._parameters.items() if p is not None]
         try:
             for module, key, parameter in own:
                 module._parameters[key] = nn.Parameter(full_tensor(parameter.detach()).float(), requires_grad=False)
@@ -166,11 +169,6 @@ class _Delta:
         finally:
             for module, key, parameter in own:
                 module._parameters[key] = parameter
-
-
-def _adapter_modules(layer: Any) -> Iterator[nn.Module]:
-    for name in layer.adapter_layer_names:
-        yield from getattr(layer, name).modules()
 
 
 def add_adapter(model: Any, config: Any) -> None:

@@ -38,11 +38,15 @@ class CheckpointTensorConverter(Protocol):
 
 
 @runtime_checkable
-class SlicingConverter(CheckpointTensorConverter, Protocol):
+class SlicingConverter(Protocol):
     """A converter that only moves values: it maps each tensor to a slice of a parameter, and the loader copies it.
 
     A rank reads only what it keeps.
     """
+
+    def can_handle(self, name: str) -> bool:
+        """Whether this converter takes the checkpoint's tensor `name`."""
+        ...
 
     def inspect(self, shapes: Shapes) -> None:
         """Look at all tensors of the checkpoint before the first `slice_of`.
@@ -59,3 +63,6 @@ class SlicingConverter(CheckpointTensorConverter, Protocol):
     def missing(self, names: Iterable[str]) -> list[str]:
         """Descriptions of what is missing in the parameters that `names` fill partly."""
         ...
+
+
+Converter = CheckpointTensorConverter | SlicingConverter

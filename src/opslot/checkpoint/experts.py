@@ -15,13 +15,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
-from opslot._base.errors import CheckpointError, ConfigError, list_problems
+from opslot._base.errors import CheckpointError, ConfigError
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import Shapes
 from opslot.checkpoint.model_tensors import tensors_of
-from opslot.checkpoint.tensor_slice import TensorSlice, copy_overlap, full_region, volume
+from opslot.checkpoint.tensor_slice import TensorSlice
 
 LAYOUTS = ("per_expert", "stacked", "transposed")
 
@@ -140,7 +139,6 @@ class ExpertTensorConverter:
         self.targets = {name: tuple(shape) for name, shape in targets.items()}
         self.layouts: dict[str, str] = {}
         self._layout = layout
-        self._open: dict[str, tuple[Tensor, dict[str, int]]] = {}
 
     @classmethod
     def for_model(cls, model: torch.nn.Module, layout: str | None = None) -> ExpertTensorConverter:
@@ -208,15 +206,13 @@ class ExpertTensorConverter:
         return [layout for layout, stored in fits.items() if stored == tuple(shape)]
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
-        """The slice that tensor `name` fills, in the layout that `inspect` found or else the one that fits `shape`.
+        """The slice that tensor `name` fills, in the layout that `inspect` found.
 
         Raises:
-            CheckpointError: an expert that the model lacks, a tensor that is not an expert's, or a single square
-                tensor of unknown layout.
+            CheckpointError: an expert that the model lacks.
         """
         target = self.target_of(name)
-        if target is None:
-            raise CheckpointError(f"{name} is not an expert tensor of this model", hint="call can_handle first")
+        assert target is not None, f"{name} is not an expert tensor of this model"
         wanted, split = self.targets[target], _SPLIT.fullmatch(name)
         if split:
             if int(split["expert"]) >= wanted[0]:
@@ -225,14 +221,7 @@ class ExpertTensorConverter:
                     hint="give the checkpoint of this model's config",
                 )
             return _expert_slice(target, wanted, int(split["expert"]), split["projection"])
-        layout = self._layout or self.layouts.get(family_of(target.rpartition(".")[0]))
-        readings = self._readings(name, shape)
-        if layout is None and len(readings) > 1:
-            raise CheckpointError(
-                f"{name} {list(shape)} is square, so it may be stacked or transposed",
-                hint='give layout="stacked" or "transposed"',
-            )
-        layout = layout or (readings[0] if readings else "stacked")
+        layout = self.layouts.get(family_of(target.rpartition(".")[0]), "stacked")
         return TensorSlice.whole(target, wanted, transposed=layout == "transposed")
 
     def lacking(self, names: Iterable[str]) -> list[str]:
@@ -257,50 +246,3 @@ class ExpertTensorConverter:
             f"{experts}: expert {expert} lacks {', '.join(sorted(projections, key=order))}"
             for (experts, expert), projections in sorted(lacks.items())
         ]
-
-    def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-        """The target that `tensor` completes, as one (name, tensor) pair; None while other tensors are missing.
-
-        Raises:
-            CheckpointError: wrong shape, an expert the model lacks, a tensor given twice, or a single square tensor.
-        """
-        part = self.slice_of(name, tuple(tensor.shape))
-        if tuple(tensor.shape) != part.shape:
-            raise CheckpointError(
-                f"{name} does not fit the model's {part.target}",
-                found=f"{list(tensor.shape)}, expected {list(part.shape)}",
-                hint="give the checkpoint of this model's config",
-            )
-        wanted = self.targets[part.target]
-        if _SPLIT.fullmatch(name) is None:
-            return [(part.target, part.read(tensor, part.region))]
-        if part.target not in self._open:
-            self._open[part.target] = (tensor.new_empty(wanted), {})
-        buffer, arrived = self._open[part.target]
-        if name in arrived:
-            raise CheckpointError(f"{name} was given twice", hint="keep the shards of one save only")
-        if tensor.dtype != buffer.dtype:
-            # No expert loses precision, whichever came first.
-            buffer = buffer.to(torch.promote_types(tensor.dtype, buffer.dtype))
-            self._open[part.target] = buffer, arrived
-        copy_overlap(buffer, full_region(wanted), tensor, part)
-        arrived[name] = volume(part.region)
-        if sum(arrived.values()) < buffer.numel():
-            return None
-        del self._open[part.target]
-        return [(part.target, buffer)]
-
-    def finalize(self) -> list[tuple[str, Tensor]]:
-        """Returns nothing; all layers must be complete.
-
-        Raises:
-            CheckpointError: experts that lack projections, each named.
-        """
-        names = [name for _, arrived in self._open.values() for name in arrived]
-        open_targets = ExpertTensorConverter({target: self.targets[target] for target in self._open})
-        lacking = open_targets.missing(names)
-        if lacking:
-            raise CheckpointError(
-                list_problems("the checkpoint's experts are incomplete", lacking), hint="add the missing shards"
-            )
-        return []

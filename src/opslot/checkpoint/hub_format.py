@@ -41,14 +41,14 @@ class HubFormat:
 
     def __init__(self, model: nn.Module) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
+        from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         self._model = transformers_view(model)
         transforms = getattr(model, "_weight_conversions", None)
         if transforms is None:
             mapping = get_model_conversion_mapping(self._model, add_legacy=False)
             # As in `save_pretrained`: nothing was loaded, so there is no prefix to restore.
-            transforms = [t for t in mapping if type(t).__name__ != "PrefixChange"]
+            transforms = [t for t in mapping if not isinstance(t, PrefixChange)]
         # Looked up by every conversion, so it is computed once.
         self._model.__dict__["_weight_conversions"] = transforms
         reverse = [transform.reverse_transform() for transform in reversed(transforms)]

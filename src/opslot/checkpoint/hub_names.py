@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint.converter import CheckpointTensorConverter, Shapes
+from opslot.checkpoint.converter import Converter, Shapes
 from opslot.checkpoint.experts import ExpertTensorConverter, family_of, is_expert_tensor, stacked_name
 from opslot.checkpoint.model_tensors import tensors_of
 from opslot.checkpoint.tensor_slice import TensorSlice
@@ -40,7 +40,7 @@ class HubNames:
     """
 
     renamed: Mapping[str, str]
-    converters: list[CheckpointTensorConverter]
+    converters: list[Converter]
     source_keys: dict[str, list[str]]
     model: Any
 
@@ -55,18 +55,15 @@ class HubNames:
 def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
     """How Transformers reads a checkpoint with tensors of `shapes` into `model`.
 
-    None if no renaming is needed: `model` is not a Transformers model, its architecture has no conversions or only
-    those of per-expert tensors and the checkpoint no names of earlier releases (LayerNorm.gamma of the first BERT), or
-    this release of Transformers lacks the functions used here.
+    None if no renaming is needed: `model` is not a Transformers model, or its architecture has no conversions or only
+    those of per-expert tensors and the checkpoint no names of earlier releases (LayerNorm.gamma of the first BERT).
     """
     if not hasattr(model, "base_model_prefix"):  # not a Transformers model, and importing Transformers takes seconds
         return None
-    try:
-        from transformers import PreTrainedModel
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-    except ImportError:
-        return None
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
     if not isinstance(model, PreTrainedModel):
         return None
     view = transformers_view(model)
@@ -114,7 +111,8 @@ class _Assigner:
         """
         self._renamed[name] = renamed
         if pattern is None:
-            found = next((n for n in _with_prefix(renamed, self._model) if self._is_copied(n)), None)
+            names = _with_prefix(renamed, self._model)
+            found = next((n for n in names if n in self._tensors or self._experts.can_handle(n)), None)
             if found is not None:
                 self._copied[name] = found
                 self._learn(name, [found])
@@ -133,9 +131,6 @@ class _Assigner:
     def result(self) -> HubNames:
         placing = HubTensorConverter(self._copied, self._tensors, self._experts, self._known_keys)
         return HubNames(self._renamed, [placing, *self._converted.values()], self._known_keys, self._model)
-
-    def _is_copied(self, name: str) -> bool:
-        return name in self._tensors or self._experts.can_handle(name)
 
     def _single_expert(self, name: str, target: str, pattern: str, conversion: Any) -> str | None:
         """The per-expert name of `name`, for `ExpertTensorConverter`; None if it is not one expert's of `target`."""
@@ -300,15 +295,6 @@ class HubTensorConverter:
         """The missing per-expert tensors of layers of which other tensors are present."""
         lacking = self._experts.lacking(self._names[name] for name in names)
         return [key for name in lacking for key in _source_keys(name, self._known_keys) or [name]]
-
-    def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-        """As `ExpertTensorConverter.convert`; a whole tensor is returned at once."""
-        renamed = self._names[name]
-        return self._experts.convert(renamed, tensor) if self._experts.can_handle(renamed) else [(renamed, tensor)]
-
-    def finalize(self) -> list[tuple[str, Tensor]]:
-        """As `ExpertTensorConverter.finalize`."""
-        return self._experts.finalize()
 
 
 class ConvertedTensors:

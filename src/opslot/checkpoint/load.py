@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from opslot._base.logging import get_logger
 from opslot.checkpoint._report import Problems
-from opslot.checkpoint.converter import CheckpointTensorConverter
+from opslot.checkpoint.converter import Converter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.folder import read_config, read_folder
 from opslot.checkpoint.hub_names import hub_names
@@ -105,7 +105,7 @@ def load_weights(
     model: nn.Module,
     folder: str | Path,
     *,
-    converters: Sequence[CheckpointTensorConverter] | None = None,
+    converters: Sequence[Converter] | None = None,
     device: torch.device | str | None = None,
     allow_missing: Collection[str] = (),
     allow_extra: Collection[str] = (),
@@ -187,7 +187,7 @@ def _quantizing(model: nn.Module) -> dict[str, tuple[Tensor, Callable[..., None]
 def _check(
     model: nn.Module,
     folder: Path,
-    converters: Sequence[CheckpointTensorConverter] | None,
+    converters: Sequence[Converter] | None,
     allow_missing: Collection[str],
     allow_extra: Collection[str],
 ) -> LoadMapping:

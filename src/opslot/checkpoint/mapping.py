@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint._report import Problems
-from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
+from opslot.checkpoint.converter import CheckpointTensorConverter, Converter, SlicingConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.hub_names import ConvertedTensors, HubNames, HubTensorConverter
 from opslot.checkpoint.model_tensors import ModelTensors
@@ -62,7 +62,7 @@ class LoadMapping:
 def map_tensors(
     entries: Mapping[str, TensorEntry],
     model: ModelTensors,
-    converters: Sequence[CheckpointTensorConverter],
+    converters: Sequence[Converter],
     problems: Problems,
     *,
     allow_missing: Collection[str] = (),
@@ -105,7 +105,7 @@ class _Mapper:
         self.damaged: set[str] = set()
         self.explained = False
 
-    def map(self, entries: dict[str, TensorEntry], converters: Sequence[CheckpointTensorConverter]) -> LoadMapping:
+    def map(self, entries: dict[str, TensorEntry], converters: Sequence[Converter]) -> LoadMapping:
         owned, plain = _assign(entries, converters)
         for converter, names in zip(converters, owned):
             mine = {name: entries[name] for name in names}
@@ -254,7 +254,7 @@ class _Mapper:
 
 
 def _under_model_names(
-    entries: Mapping[str, TensorEntry], model: ModelTensors, converters: Sequence[CheckpointTensorConverter]
+    entries: Mapping[str, TensorEntry], model: ModelTensors, converters: Sequence[Converter]
 ) -> dict[str, TensorEntry]:
     """The tensors by name, with the base model's prefix of the model unless only the other name has a converter."""
     renamed = model.names_in_model(entries)
@@ -268,7 +268,7 @@ def _under_model_names(
     }
 
 
-def _assign(names: Iterable[str], converters: Sequence[CheckpointTensorConverter]) -> tuple[list[list[str]], list[str]]:
+def _assign(names: Iterable[str], converters: Sequence[Converter]) -> tuple[list[list[str]], list[str]]:
     """The names that each converter handles, and the remaining ones."""
     owned: list[list[str]] = [[] for _ in converters]
     plain: list[str] = []

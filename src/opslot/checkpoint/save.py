@@ -280,18 +280,15 @@ def export_hf(
 def save_processors(processors: Iterable[Any], folder: Path) -> None:
     """Save tokenizers and the like beside weights; rank 0 does, and skips None."""
     for processor in processors if is_first_rank() else ():
-        if processor is not None:
-            _save_processor(processor, folder)
-
-
-def _save_processor(processor: Any, folder: Path) -> None:
-    try:
-        processor.save_pretrained(folder)
-    except Exception as error:  # tokenizers raises nothing narrower on a full disk
-        raise CheckpointError(
-            f"{type(processor).__name__} cannot be saved to {str(folder)!r}: {error}",
-            hint="make room there, or save it yourself with save_pretrained; the weights are there",
-        ) from error
+        if processor is None:
+            continue
+        try:
+            processor.save_pretrained(folder)
+        except Exception as error:  # tokenizers raises nothing narrower on a full disk
+            raise CheckpointError(
+                f"{type(processor).__name__} cannot be saved to {str(folder)!r}: {error}",
+                hint="make room there, or save it yourself with save_pretrained; the weights are there",
+            ) from error
 
 
 def _require_no_adapters(model: nn.Module) -> None:

@@ -3,8 +3,6 @@
 A checkpoint is one folder: DCP's files, `kernels.json`, and `trainer_state.json` with the sizes and checksums of the
 others. It is written under another name and renamed at the end. Reading one runs no code: the pickles in it may name
 only the classes that DCP writes.
-
-torch is imported where it is used, so that a run's configuration is checked quickly.
 """
 
 from __future__ import annotations
@@ -18,14 +16,29 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from opslot._base.errors import CheckpointError, list_problems
 from opslot._base.files import write_json
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
+from opslot.checkpoint.adapters import has_adapters
+from opslot.checkpoint.dcp_reader import LoadPlanner, MetadataReader
+from opslot.checkpoint.model_tensors import clean_fqn
+from opslot.checkpoint.quantized_moments import plain_state, quantized_state
+from opslot.distributed.consensus import (
+    RankError,
+    has_process_group,
+    is_first_rank,
+    on_all_ranks,
+    on_first_rank,
+    root_cause,
+)
 
 STATE_FILE = "trainer_state.json"
 KERNELS_FILE = "kernels.json"
@@ -71,8 +84,6 @@ def take_snapshot(
 
     Of a model with adapters, these alone: the base model's weights do not change.
     """
-    from opslot.checkpoint.quantized_moments import plain_state
-
     model_state, optimizer_state = _state_dicts(model, optimizer)
     optimizer_state = plain_state(optimizer_state)
     others = _saved_by_other_ranks(model_state)
@@ -84,9 +95,6 @@ def take_snapshot(
 
 def _saved_by_other_ranks(model_state: dict[str, Any]) -> set[str]:
     """The names of whole tensors that this rank need not save, and so not copy: each is saved by one rank."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
     rank, ranks = _rank_and_size()
     loads = [0] * ranks
     others = set()
@@ -111,10 +119,6 @@ def write_snapshot(folder: Path, snapshot: Snapshot, group: ProcessGroup | None 
     Raises:
         CheckpointError: on every rank, if a disk is full or cannot be written; nothing is left behind.
     """
-    import torch.distributed.checkpoint as dcp
-
-    from opslot.distributed.consensus import RankError, is_first_rank, on_all_ranks, on_first_rank, root_cause
-
     unfinished = folder.with_name(f"{_UNFINISHED}{folder.name}")
     try:
         on_first_rank(lambda: _prepare(folder.parent), group)
@@ -160,13 +164,6 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
     Raises:
         CheckpointError: on every rank, if the checkpoint is damaged, holds code, or is of another model.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
-    from opslot.checkpoint.dcp_reader import LoadPlanner, MetadataReader
-    from opslot.checkpoint.quantized_moments import plain_state, quantized_state
-    from opslot.distributed.consensus import on_all_ranks, root_cause
-
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     model_state, held = _state_dicts(model, optimizer)
     optimizer_state = plain_state(held)
@@ -207,11 +204,6 @@ def _parameter_of(key: str) -> str:
 
 def _state_dicts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint has of model and optimizer, whose moments may be quantized."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    from opslot.checkpoint.adapters import has_adapters
-    from opslot.checkpoint.model_tensors import clean_fqn
-
     model_state, optimizer_state = get_state_dict(model, optimizer)
     if has_adapters(model):
         named = model.named_parameters(remove_duplicate=False)
@@ -280,8 +272,6 @@ def _prepare(folder: Path) -> None:
 
 def _own_files(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """Names, sizes and checksums of the files that this rank wrote."""
-    from opslot.distributed.consensus import is_first_rank
-
     rank, _ = _rank_and_size()
     # DCP names a file after the rank that writes it.
     names = sorted(folder.glob(f"__{rank}_*"))
@@ -329,8 +319,6 @@ def _changed(name: str) -> str:
 
 def _check_model(folder: Path, model_state: dict[str, Any]) -> None:
     """Compare names and shapes with the checkpoint's."""
-    from opslot.checkpoint.dcp_reader import MetadataReader
-
     prefix = "model."
     saved = MetadataReader(folder).read_metadata().state_dict_metadata
     there = {key.removeprefix(prefix): getattr(saved[key], "size", None) for key in saved if key.startswith(prefix)}
@@ -355,10 +343,6 @@ def _check_model(folder: Path, model_state: dict[str, Any]) -> None:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    from opslot.distributed.consensus import has_process_group
-
     return (dist.get_rank(), dist.get_world_size()) if has_process_group() else (0, 1)
 
 
@@ -383,8 +367,6 @@ def _checksum(path: Path) -> str:
 @contextlib.contextmanager
 def _single_process_allowed() -> Iterator[bool]:
     """DCP's `no_dist`: whether there is no process group. Inside, DCP doesn't warn about that."""
-    from opslot.distributed.consensus import has_process_group
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield not has_process_group()

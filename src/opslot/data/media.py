@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import itertools
 import json
 import math
 import re
@@ -172,55 +171,45 @@ def describe(source: Any) -> str:
     return f"in the record (a {type(value).__name__})"
 
 
-def pack(value: Any, blobs: list[bytes]) -> Any:
-    """`value` as JSON, with its bytes, arrays and PIL images appended to `blobs`."""
-    if isinstance(value, Mapping):
-        return {str(key): pack(item, blobs) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [pack(item, blobs) for item in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    stream = io.BytesIO()
-    if isinstance(value, np.ndarray):
-        np.save(stream, value, allow_pickle=False)
-        kind, data = "npy", stream.getvalue()
-    elif isinstance(value, bytes | bytearray | memoryview):
-        kind, data = "bytes", bytes(value)
-    elif hasattr(value, "save"):
-        _rgb(value).save(stream, "PNG")
-        kind, data = "bytes", stream.getvalue()
-    else:
-        raise MediaError(f"a {type(value).__name__} is not an image, video or audio")
-    blobs.append(data)
-    return {"__blob__": [kind, len(blobs) - 1]}
-
-
-def unpack(value: Any, blobs: list[bytes]) -> Any:
-    """The inverse of `pack`."""
-    if isinstance(value, list):
-        return [unpack(item, blobs) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "__blob__" in value:
-        kind, number = value["__blob__"]
-        return blobs[number] if kind == "bytes" else np.load(io.BytesIO(blobs[number]), allow_pickle=False)
-    return {key: unpack(item, blobs) for key, item in value.items()}
-
-
 def to_bytes(value: Any) -> bytes:
-    """JSON and its binary parts as one byte string."""
+    """JSON, and after it the bytes, arrays and PIL images that are in it, as one byte string."""
     blobs: list[bytes] = []
-    packed = pack(value, blobs)
-    header = json.dumps([packed, [len(blob) for blob in blobs]]).encode()
+
+    def store(item: Any) -> dict[str, Any]:
+        kind, blob = _blob(item)
+        start = sum(map(len, blobs))
+        blobs.append(blob)
+        return {"__blob__": [kind, start, start + len(blob)]}
+
+    header = json.dumps(value, default=store).encode()
     return b"".join([len(header).to_bytes(8, "little"), header, *blobs])
+
+
+def _blob(item: Any) -> tuple[str, bytes]:
+    if isinstance(item, bytes | bytearray | memoryview):
+        return "bytes", bytes(item)
+    stream = io.BytesIO()
+    if isinstance(item, np.ndarray):
+        np.save(stream, item, allow_pickle=False)
+        return "npy", stream.getvalue()
+    if not hasattr(item, "save"):
+        raise MediaError(f"a {type(item).__name__} is not an image, video or audio")
+    _rgb(item).save(stream, "PNG")
+    return "bytes", stream.getvalue()
 
 
 def from_bytes(data: bytes) -> Any:
     """The inverse of `to_bytes`."""
     size = 8 + int.from_bytes(data[:8], "little")
-    packed, lengths = json.loads(data[8:size])
-    ends = np.cumsum([size, *lengths]).tolist()
-    return unpack(packed, [data[a:b] for a, b in itertools.pairwise(ends)])
+
+    def load(item: dict[str, Any]) -> Any:
+        if "__blob__" not in item:
+            return item
+        kind, start, stop = item["__blob__"]
+        blob = data[size + start : size + stop]
+        return blob if kind == "bytes" else np.load(io.BytesIO(blob), allow_pickle=False)
+
+    return json.loads(data[8:size], object_hook=load)
 
 
 def value_of(source: Any) -> Any:

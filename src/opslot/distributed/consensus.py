@@ -76,7 +76,8 @@ def on_all_ranks(function: Callable[[], T], group: ProcessGroup | None = None) -
         result = function()
     except Exception as problem:
         error = problem
-    failure = None if error is None else (_class_of(error), root_cause(error))
+    kind = type(error) if isinstance(error, OpslotError) else RankError
+    failure = None if error is None else (kind, root_cause(error))
     answers = gather_objects((result, failure), group)
     for rank, (_, found) in enumerate(answers):
         if found is not None:
@@ -98,10 +99,6 @@ def root_cause(error: BaseException) -> str:
         cause = root_cause(first[0] if isinstance(first, tuple) else first)
         return f"rank {rank}: {cause}" if has_process_group() else cause
     return str(error) or type(error).__name__
-
-
-def _class_of(error: Exception) -> type[OpslotError]:
-    return type(error) if isinstance(error, OpslotError) else RankError
 
 
 _ERROR, _SEEN, _DONE, _LEFT = "error", "seen", "done", "left"

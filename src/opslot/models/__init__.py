@@ -39,3 +39,5 @@ __all__ = [
 for _module in pkgutil.iter_modules(__path__):
     if _module.ispkg and not _module.name.startswith("_") and _module.name != "discovery":
         importlib.import_module(f"{__name__}.{_module.name}")
+        if _module.name not in ARCHITECTURES:
+            register_architecture(_module.name)

@@ -126,15 +126,9 @@ def restore(model: Any) -> Any:
     """
     require_module(model, "opslot.restore")
     unbind(model)
-    from opslot.models._by_document import stop_giving_documents
-    from opslot.models._host_inputs import stop_keeping_inputs_on_host
-    from opslot.models._modalities import stop_keeping_documents_from_towers
-    from opslot.models._packed_documents import stop_separating_documents
+    from opslot.models._hooks import remove_hooks
 
-    stop_keeping_inputs_on_host(model)
-    stop_keeping_documents_from_towers(model)
-    stop_giving_documents(model)
-    stop_separating_documents(model)
+    remove_hooks(model)
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None

@@ -295,7 +295,7 @@ def auto_class_name(config: PreTrainedConfig, *, masked: bool = False) -> str:
 
     kinds = ["IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", *["MASKED_LM"] * masked]
     for kind in kinds:
-        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).get(config.model_type)
+        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(config.model_type)
         if found:
             return found if isinstance(found, str) else found[0]
     raise ConfigError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from opslot.models._hooks import add_pre_hook
 from opslot.ops._common.documents import add_documents, given_arguments, models_around, positions_of_documents
 from opslot.slots.protocol import modules_by_document
 
@@ -23,26 +23,11 @@ def give_documents(model: nn.Module) -> None:
         (_without_cache, attention),
     ):
         for holder in models_around(model, inside):
-            if hook not in holder._forward_pre_hooks.values():
-                holder.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def stop_giving_documents(model: nn.Module) -> None:
-    """Undo `give_documents`."""
-    remove_forward_pre_hooks(model, _add_documents)
-    remove_forward_pre_hooks(model, _without_cache)
-
-
-def remove_forward_pre_hooks(model: nn.Module, hook: Callable[..., Any]) -> None:
-    """Remove `hook` from all modules of `model`."""
-    for module in model.modules():
-        for key in [key for key, known in module._forward_pre_hooks.items() if known is hook]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            add_pre_hook(holder, hook)
 
 
 def _add_documents(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`add_documents`, which ops register too, as a function that only `stop_giving_documents` removes."""
+    """`add_documents`, which kernels register and remove too."""
     return add_documents(model, args, kwargs)
 
 

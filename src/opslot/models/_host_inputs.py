@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opslot._base.host_values import device_copy, remember_source
@@ -33,28 +32,19 @@ def keep_inputs_on_host(model: nn.Module) -> nn.Module:
     if _mode_of(model) is not None:
         return model
     mode = _HostInputs()
-    mode.hooks = [
-        model.register_forward_pre_hook(mode.begin, with_kwargs=True),
-        model.register_forward_hook(mode.end, always_call=True),
-    ]
+    model.register_forward_pre_hook(mode.begin, with_kwargs=True)
+    model.register_forward_hook(mode.end, always_call=True)
     for layer in _layers(model):
-        mode.hooks.append(layer.register_forward_pre_hook(mode.suspend, with_kwargs=True, prepend=True))
-        mode.hooks.append(layer.register_forward_hook(mode.resume, always_call=True))
+        layer.register_forward_pre_hook(mode.suspend, with_kwargs=True, prepend=True)
+        layer.register_forward_hook(mode.resume, always_call=True)
     return model
-
-
-def stop_keeping_inputs_on_host(model: nn.Module) -> None:
-    """Undo `keep_inputs_on_host`."""
-    mode = _mode_of(model)
-    for hook in mode.hooks if mode is not None else ():
-        hook.remove()
 
 
 def keep_inputs_from_fsdp(model: nn.Module) -> None:
     """Keep inputs on the host although FSDP moves the inputs of its root to the device; called after `fully_shard`."""
     mode = next((mode for module in model.modules() if (mode := _mode_of(module)) is not None), None)
     if mode is not None:
-        mode.hooks.append(model.register_forward_pre_hook(mode.remember, with_kwargs=True, prepend=True))
+        model.register_forward_pre_hook(mode.remember, with_kwargs=True, prepend=True)
 
 
 def map_inputs_of_compiled_layers(model: nn.Module) -> None:
@@ -119,7 +109,6 @@ class _HostInputs(TorchFunctionMode):
         self._suspended: list[bool] = []
         self._threads = 1
         self._given: Any = None
-        self.hooks: list[RemovableHandle] = []
 
     def remember(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._given = (args, kwargs)

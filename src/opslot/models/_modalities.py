@@ -25,9 +25,9 @@ from opslot.distributed import get_parallel_state
 from opslot.distributed.dummy import dummy_forward
 from opslot.models._audio import METHOD as AUDIO_METHOD
 from opslot.models._audio import AudioInputs
-from opslot.models._by_document import remove_forward_pre_hooks
 from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers, transformers_model
 from opslot.models._decoder import decoder_in, reader_in
+from opslot.models._hooks import add_pre_hook
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
 from opslot.models._shared_images import (
@@ -186,21 +186,14 @@ def keep_documents_from_towers(model: nn.Module) -> None:
     names_positions = "position_ids" in inspect.signature(type(holder).forward).parameters
     hook = _without_documents if names_positions else _without_positions
     for child in holder.children():
-        known = hook in child._forward_pre_hooks.values()
-        if not known and _takes_documents(child) and all(module is not decoder for module in child.modules()):
-            child.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        if _takes_documents(child) and all(module is not decoder for module in child.modules()):
+            add_pre_hook(child, hook, prepend=True)
 
 
 def _takes_documents(module: nn.Module) -> bool:
     """An output head does not, and the fused loss needs one without hooks."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name in _DOCUMENTS for p in parameters)
-
-
-def stop_keeping_documents_from_towers(model: nn.Module) -> None:
-    """Undo `keep_documents_from_towers`."""
-    for hook in (_without_documents, _without_positions):
-        remove_forward_pre_hooks(model, hook)
 
 
 def _without_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

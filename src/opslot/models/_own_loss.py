@@ -65,7 +65,7 @@ def keeps_labels_in_place(model: Any) -> bool:
 def compares_labels_in_place(model: Any) -> bool:
     """Whether a model that `averages_its_own_labels` predicts the label of each token from that token's own output."""
     found = _class_with_loss(model)
-    if found is not None and _calls_loss_function(found):
+    if found is not None and "self.loss_function" in forward_source(found):
         return keeps_labels_in_place(model)
     return found is not None and not _slices_labels(found)
 
@@ -91,10 +91,6 @@ def _class_with_loss(model: Any) -> Any:
     """The class whose forward computes the loss of a language model's head; None where there is none."""
     classes = (cls for cls in type(model).__mro__ if cls.__name__.endswith(_HEADS) and "forward" in vars(cls))
     return next((cls for cls in classes if not cls.__name__.startswith("FSDP")), None)
-
-
-def _calls_loss_function(cls: Any) -> bool:
-    return "self.loss_function" in forward_source(cls)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ would see each other."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
 from opslot._base.source import takes_text_axis
-from opslot.models._by_document import remove_forward_pre_hooks
+from opslot.models._hooks import add_pre_hook
 from opslot.models._modalities import decoder_of
 from opslot.ops._common.documents import (
     add_documents,
@@ -39,31 +38,19 @@ def separate_documents(model: nn.Module) -> None:
     Decoders with several axes of positions make masks of those of the text, which [B, S] alone do not reach.
     """
     decoder = decoder_of(model)
-    for part in _models(model):
-        for applies, hook in ((_expands_positions, _add_text_axis), (masks_drop_positions, _add_boundaries)):
-            if applies(part) and hook not in part._forward_pre_hooks.values():
-                part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    models: list[Any] = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
+    for part in models:
+        if takes_text_axis(type(part)) and "position_ids" in _parameters(part):
+            add_pre_hook(part, _add_text_axis, prepend=True)
+        if masks_drop_positions(part):
+            add_pre_hook(part, _add_boundaries, prepend=True)
         # With towers, what reads documents is the language model.
         inside = decoder if decoder is not None and any(module is decoder for module in part.modules()) else part
-        known = part._forward_pre_hooks.values()
         problem = _problem(inside)
-        if problem is not None and not any(isinstance(hook, _Reject) for hook in known):
-            part.register_forward_pre_hook(_Reject(problem), with_kwargs=True)
-        elif problem is None and _counts_positions(part, inside) and _add_positions not in known:
-            part.register_forward_pre_hook(_add_positions, with_kwargs=True, prepend=True)
-
-
-def stop_separating_documents(model: nn.Module) -> None:
-    """Undo `separate_documents`."""
-    for own in (_add_positions, _add_text_axis, _add_boundaries):
-        remove_forward_pre_hooks(model, own)
-    for module in model.modules():
-        for hook in [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Reject)]:
-            remove_forward_pre_hooks(module, hook)
-
-
-def _models(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if hasattr(module, "base_model_prefix"))
+        if problem is not None:
+            add_pre_hook(part, _Reject(problem))
+        elif _counts_positions(part, inside):
+            add_pre_hook(part, _add_positions, prepend=True)
 
 
 def _problem(part: nn.Module) -> str | None:
@@ -125,10 +112,6 @@ def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, "position_ids": positions_in_documents(cu_seqlens, states)}
 
 
-def _expands_positions(part: nn.Module) -> bool:
-    return takes_text_axis(type(part)) and "position_ids" in _parameters(part)
-
-
 def _add_text_axis(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: position_ids [B, S] as [4, B, S], those of the text before those of each axis."""
     names = _parameters(model)[: len(args)]
@@ -143,5 +126,5 @@ def _add_text_axis(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _add_boundaries(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`add_documents`, as a function that only `stop_separating_documents` removes."""
+    """`add_documents`, except in a compiled model."""
     return None if torch.compiler.is_compiling() else add_documents(model, args, kwargs)

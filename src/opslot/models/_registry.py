@@ -16,9 +16,8 @@ from typing import Any
 from opslot._base.errors import ConfigError, PatchError
 from opslot._base.logging import get_logger
 from opslot._base.plugins import load_entry_points
-from opslot.models.discovery.finder import add_patch
 from opslot.models.discovery.supported import supported_architectures
-from opslot.patchgen import PatchConfig, materialize
+from opslot.patchgen import PatchConfig, materialize, register_patch
 from opslot.patchgen.materialization import NoPatchError
 from opslot.patchgen.source import architecture_in, modeling_module
 from opslot.slots.protocol import SubModel, lost_slots, sub_model
@@ -243,7 +242,7 @@ def register_architecture(
 
     Args:
         name: Transformers' folder name, which is also its model_type.
-        converters: `(model) -> list of CheckpointTensorConverter`.
+        converters: `(model) -> list of CheckpointTensorConverter or SlicingConverter`.
         patch: edits beside those that discovery finds, or all of them with `discover=False`. A folder
             `opslot/models/<name>` has them in `patch.py` instead.
         parallel_plan: `(model) -> ParallelPlan`; default: shard the experts that have slots.
@@ -260,7 +259,7 @@ def register_architecture(
             hint="pass replace=True to replace it",
         )
     if patch is not None:
-        add_patch(name, patch, replace=replace)
+        register_patch(name, patch, replace=replace)
     ARCHITECTURES[name] = architecture
     _serve(architecture, name)
     return architecture

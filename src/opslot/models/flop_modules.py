@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import enum
 import functools
 import inspect
 import math
@@ -22,20 +21,13 @@ _HEADS = ("num_attention_heads", "num_heads", "n_heads", "num_q_heads")
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 
 
-class Direction(enum.Enum):
-    """A matmul of the backward pass: the gradient of the input, or of the weight."""
-
-    INPUT = "input"
-    WEIGHT = "weight"
-
-
 class Matmul(NamedTuple):
-    """A matmul with a weight: `flops` of the forward pass, per token or patch."""
+    """A matmul with a weight: FLOPs of the forward and the backward pass, per token or patch."""
 
     stream: str
     part: str
-    flops: float
-    gradients: frozenset[Direction]
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -48,12 +40,12 @@ class AttentionShape:
 
 
 class Attention(NamedTuple):
-    """An attention module: `flops` of the forward pass, per pair of query and key."""
+    """An attention module: FLOPs of the forward and the backward pass, per pair of query and key."""
 
     stream: str
     shape: AttentionShape
-    flops: float
-    backward: bool
+    forward: float
+    backward: float
 
 
 class Uncounted(NamedTuple):
@@ -159,15 +151,12 @@ class _Reader:
     def _add_matmul(
         self, path: str, stream: str, size: float, own: dict[str, Any], part: str = "", scale: float = 1.0
     ) -> None:
-        gradients = set()
-        if self.differentiable[path]:
-            gradients.add(Direction.INPUT)
-        if own["weight"].requires_grad:
-            gradients.add(Direction.WEIGHT)
+        # Those of the input and of the weight, each with as many FLOPs as the forward pass.
+        gradients = self.differentiable[path] + own["weight"].requires_grad
         scale *= self._rows(path, stream)
         if scale:
-            part = part or self._part(path)
-            self.matmuls.append(Matmul(stream, part, 2 * size * scale, frozenset(gradients)))
+            flops = 2 * size * scale
+            self.matmuls.append(Matmul(stream, part or self._part(path), flops, gradients * flops))
 
     def _rows(self, path: str, stream: str) -> float:
         """Rows per token or patch: fewer in experts kept as a list of modules, and where patches were merged."""
@@ -195,14 +184,12 @@ class _Reader:
 
     def _merged(self, path: str) -> float:
         """1 / (patches that one row holds): outside of the tower's blocks, where features are concatenated."""
-        if any(p.rpartition(".")[2].isdigit() and self._has_attention(p) for p in _parents(path)):
+        blocks = [self.modules[p] for p in _parents(path) if p.rpartition(".")[2].isdigit()]
+        if any(_is_attention(module) for block in blocks for module in block.modules()):
             return 1.0
         features = _first_features(self.modules[_outermost(path, self.modules)])
         width = self._tower_width
         return width / features if width and features > width and features % width == 0 else 1.0
-
-    def _has_attention(self, path: str) -> bool:
-        return any(_is_attention(module) for module in self.modules[path].modules())
 
     @functools.cached_property
     def _tower_width(self) -> int:
@@ -240,8 +227,7 @@ class _Reader:
             self.uncounted.append(Uncounted(path, f"{type(module).__name__} has no sizes of its heads"))
             return
         flops = 2 * matmuls * math.prod(sizes)  # type: ignore[arg-type]
-        backward = frozenset(Direction) if self._backward(path, module) else frozenset()
-        self.matmuls.append(Matmul(stream, part, flops, backward))
+        self.matmuls.append(Matmul(stream, part, flops, 2 * flops * self._backward(path, module)))
 
     def _read_attention(self, path: str, module: nn.Module, stream: str) -> None:
         config = getattr(module, "config", None)
@@ -262,7 +248,8 @@ class _Reader:
             self.uncounted.append(Uncounted(path, f"{type(module).__name__}: {problem}"))
             return
         flops = 2 * heads * sum(widths)
-        self.attention.append(Attention(stream, _shape(module, config), flops, self._backward(path, module)))
+        backward = 2 * flops * self._backward(path, module)
+        self.attention.append(Attention(stream, _shape(module, config), flops, backward))
 
     def _backward(self, path: str, module: nn.Module) -> bool:
         """Whether what a mixer computes between its projections has a gradient; its last projection comes after."""

@@ -23,8 +23,6 @@ from opslot.models.flop_modules import (
     PATCHES,
     TOKENS,
     AttentionShape,
-    Direction,
-    Matmul,
     Uncounted,
     read_modules,
 )
@@ -122,13 +120,8 @@ class FlopCounter:
     def __init__(self, model: nn.Module) -> None:
         modules = read_modules(model)
         self.uncounted = modules.uncounted
-        self._per_token: dict[tuple[str, str], Flops] = _by_part(modules.matmuls)
-        self._per_pair: dict[tuple[str, AttentionShape], Flops] = {}
-        for attention in modules.attention:
-            key = attention.stream, attention.shape
-            known = self._per_pair.get(key, Flops(0, 0))
-            backward = 2 * attention.flops if attention.backward else 0
-            self._per_pair[key] = Flops(known.forward + attention.flops, known.backward + backward)
+        self._per_token: dict[tuple[str, str], Flops] = _summed(modules.matmuls)
+        self._per_pair: dict[tuple[str, AttentionShape], Flops] = _summed(modules.attention)
 
     def count(
         self, lengths: Sequence[int] | torch.Tensor | int, *, patches: Sequence[int] | torch.Tensor | int = ()
@@ -178,12 +171,12 @@ def _document_pairs(length: int, shape: AttentionShape) -> int:
     return causal if shape.causal else 2 * causal - length
 
 
-def _by_part(matmuls: Iterable[Matmul]) -> dict[tuple[str, str], Flops]:
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for matmul in matmuls:
-        gradients = (Direction.INPUT in matmul.gradients) + (Direction.WEIGHT in matmul.gradients)
-        _add(found[matmul.stream, matmul.part], Flops(matmul.flops, gradients * matmul.flops), 1)
-    return {key: Flops(*values) for key, values in found.items()}
+def _summed(found: Iterable[tuple[str, Any, float, float]]) -> dict[tuple[str, Any], Flops]:
+    """FLOPs of the matmuls of each stream and part, or attentions of each stream and shape."""
+    sums: dict[tuple[str, Any], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for stream, kind, forward, backward in found:
+        _add(sums[stream, kind], Flops(forward, backward), 1)
+    return {key: Flops(*values) for key, values in sums.items()}
 
 
 def _add(into: list[float], flops: Flops, times: float) -> None:

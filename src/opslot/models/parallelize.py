@@ -95,7 +95,10 @@ def parallelize(
         if state.sp > 1:
             prepare_ulysses(root, binding, state, ulysses_overlap)
         binding = _parallel_binding(root, binding, state, ulysses_pipeline, ulysses_overlap)
-        write(root, with_fsdp(binding) if is_sharded else binding)
+        if is_sharded:
+            # FSDP gathers the weight of the head in its forward.
+            binding = binding.with_wrapper(_FusedLossInHead(), lambda s: s.resolution.op_name == "cross_entropy_loss")
+        write(root, binding)
     elif state.sp > 1 or state.ep > 1:
         raise ConfigError(
             f"{type(model).__name__} has no kernels bound, which sp={state.sp} and ep={state.ep} need",
@@ -194,11 +197,6 @@ def with_expert_parallel(binding: Binding, state: ParallelState) -> Binding:
     around = functools.partial(ExpertParallel, add=_triton_sum("sum_rows", state.device))
     wrapper = KernelWrapper("expert parallel", around)
     return binding.with_wrapper(wrapper, lambda slot: slot.resolution.op_name == "moe_experts")
-
-
-def with_fsdp(binding: Binding) -> Binding:
-    """The binding with fused losses run inside the forward of the head, where FSDP gathers its weight."""
-    return binding.with_wrapper(_FusedLossInHead(), lambda slot: slot.resolution.op_name == "cross_entropy_loss")
 
 
 def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) -> None:

@@ -15,7 +15,6 @@ from opslot.patchgen.edits import (
     Decorate,
     Edit,
     Exclude,
-    Expectations,
     ImportSpec,
     InheritMethod,
     Slot,
@@ -62,9 +61,6 @@ class PatchConfig(TextPrimitives):
         self.dropped_imports: list[str] = []
         self.dependencies: list[str] = []
 
-    def _add(self, edit: Edit, name_map: Mapping[str, str] | None) -> None:
-        self.edits.append(edit.renamed(pairs_of(name_map)) if name_map else edit)
-
     def slot_method(
         self,
         target: str,
@@ -75,7 +71,6 @@ class PatchConfig(TextPrimitives):
         expects: str | Iterable[str] = (),
         outside_decorators: bool = False,
         parameters: Iterable[str] = (),
-        name_map: Mapping[str, str] | None = None,
     ) -> None:
         """Call the slot's kernel instead of a method's body while a kernel is bound.
 
@@ -90,20 +85,19 @@ class PatchConfig(TextPrimitives):
                 swaps the method, as `use_experts_implementation` does.
             parameters: outside the decorators, other parameters than the method's, which callers pass while a kernel is
                 bound.
-            name_map: prefixes of names with what each becomes, for an edit written for a sibling architecture.
         """
         _require_method(target, slot)
-        hashes = _fingerprints(expects)
-        edit = SlotMethod(
-            target,
-            slot=slot,
-            args=args,
-            returns=returns,
-            outside_decorators=outside_decorators,
-            parameters=tuple(parameters),
-            expects=hashes,
+        self.edits.append(
+            SlotMethod(
+                target,
+                slot=slot,
+                args=args,
+                returns=returns,
+                outside_decorators=outside_decorators,
+                parameters=tuple(parameters),
+                expects=_fingerprints(expects),
+            )
         )
-        self._add(edit, name_map)
 
     def slot_calls(
         self,
@@ -112,32 +106,23 @@ class PatchConfig(TextPrimitives):
         *,
         expects: Mapping[str, str | Iterable[str]] | None = None,
         count: int | None = None,
-        name_map: Mapping[str, str] | None = None,
     ) -> None:
         """Route every call of `function` inside a method through a slot of the calling class.
 
         `expects` maps the function, and each helper it relies on, to the fingerprints they may have. `count` is
         the number of calls; without it, at least one.
         """
-        self._add(SlotCalls(function, slot=slot, expects=_expectations(expects), count=count), name_map)
+        hashes = tuple((name, _fingerprints(values)) for name, values in (expects or {}).items())
+        self.edits.append(SlotCalls(function, slot=slot, expects=hashes, count=count))
 
-    def slot_expr(
-        self,
-        scope: str,
-        slot: Slot,
-        pattern: str,
-        *,
-        args: str,
-        count: int = 1,
-        name_map: Mapping[str, str] | None = None,
-    ) -> None:
+    def slot_expr(self, scope: str, slot: Slot, pattern: str, *, args: str, count: int = 1) -> None:
         """Compute an expression with the slot's kernel while one is bound; `args` may use the pattern's `$names`."""
         _require_method(scope, slot)
         bound = f"self.{slot.attribute}"
         template = f"{bound}({args}) if {bound} is not None else $match"
-        self._add(Anchored(scope, patterns=(pattern,), template=template, count=count, slot=slot), name_map)
+        self.edits.append(Anchored(scope, patterns=(pattern,), template=template, count=count, slot=slot))
 
-    def slot_loss(self, target: str, slot: Slot, *, name_map: Mapping[str, str] | None = None) -> None:
+    def slot_loss(self, target: str, slot: Slot) -> None:
         """Let a kernel compute the loss from hidden states and the head's weight.
 
         The variant `causal` covers the statements from the logits to the loss, with scaling and softcap, and skips the
@@ -147,10 +132,10 @@ class PatchConfig(TextPrimitives):
         """
         _require_method(target, slot)
         if slot.variant == "causal":
-            self._add(SlotLoss(target, slot=slot), name_map)
+            self.edits.append(SlotLoss(target, slot=slot))
         elif slot.variant == "sequence_classification":
             pattern, template = classifier_form(target, slot)
-            self._add(Anchored(target, patterns=(pattern,), template=template, slot=slot), name_map)
+            self.edits.append(Anchored(target, patterns=(pattern,), template=template, slot=slot))
         else:
             raise PatchError(
                 "slot_loss has the variants causal and sequence_classification",
@@ -329,7 +314,3 @@ def _require_method(target: str, slot: Slot) -> None:
 
 def _fingerprints(values: str | Iterable[str]) -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else tuple(values)
-
-
-def _expectations(expects: Mapping[str, str | Iterable[str]] | None) -> Expectations:
-    return tuple((name, _fingerprints(values)) for name, values in (expects or {}).items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 NameMap = tuple[tuple[str, str], ...]
 """Prefixes of identifiers with what each becomes."""
@@ -43,7 +43,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of the upstream module at `target`; `note` is the author's own description, if any."""
+    """One change of the upstream module at `target`; `note` is the author's own description, if any.
+
+    ACTION describes it with the names of its fields in braces.
+    """
+
+    ACTION: ClassVar[str]
 
     target: str
     note: str = ""
@@ -54,7 +59,7 @@ class Edit:
 
     @property
     def action(self) -> str:
-        raise NotImplementedError
+        return self.ACTION.format(**vars(self))
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -102,13 +107,11 @@ class SlotMethod(Edit):
 class SlotCalls(Edit):
     """Route every call of a module's function, made in a method, through a slot of the calling class."""
 
+    ACTION = "slot {slot} on the calls of {target}"
+
     slot: Slot = Slot("")
     expects: Expectations = ()
     count: int | None = None
-
-    @property
-    def action(self) -> str:
-        return f"slot {self.slot} on the calls of {self.target}"
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -119,11 +122,9 @@ class SlotCalls(Edit):
 class SlotLoss(Edit):
     """Compute the loss of the method `target` with the slot's kernel, from hidden states and the head's weight."""
 
-    slot: Slot = Slot("")
+    ACTION = "slot {slot} in {target}"
 
-    @property
-    def action(self) -> str:
-        return f"slot {self.slot} in {self.target}"
+    slot: Slot = Slot("")
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,10 @@ class Anchored(Edit):
 class InheritMethod(Edit):
     """Bring upstream's own text of an inherited method into the class, so that other edits can reach it."""
 
+    ACTION = "text of {from_module}.{from_symbol} as {target}"
+
     from_module: str = ""
     from_symbol: str = ""
-
-    @property
-    def action(self) -> str:
-        return f"text of {self.from_module}.{self.from_symbol} as {self.target}"
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -163,11 +162,9 @@ class InheritMethod(Edit):
 class UndecoratedCopy(Edit):
     """Copy the function `target`, without its decorators, as `name`."""
 
-    name: str = ""
+    ACTION = "{target} without its decorators as {name}"
 
-    @property
-    def action(self) -> str:
-        return f"{self.target} without its decorators as {self.name}"
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,12 +210,10 @@ class ConfigSlot(Edit):
 class ClassAttribute(Edit):
     """Set a class attribute to a literal value; nothing where the class is excluded."""
 
+    ACTION = "set {attribute} of {target}"
+
     attribute: str = ""
     value: Any = None
-
-    @property
-    def action(self) -> str:
-        return f"set {self.attribute} of {self.target}"
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -229,12 +224,10 @@ class ClassAttribute(Edit):
 class Decorate(Edit):
     """Put a decorator of another module above a method; nothing where the class is excluded."""
 
+    ACTION = "decorate {target} with {decorator}"
+
     module: str = ""
     decorator: str = ""
-
-    @property
-    def action(self) -> str:
-        return f"decorate {self.target} with {self.decorator}"
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -245,9 +238,7 @@ class Decorate(Edit):
 class TakeKeywords(Edit):
     """Let a method take any keyword argument, as `kwargs`."""
 
-    @property
-    def action(self) -> str:
-        return f"let {self.target} take any keyword argument"
+    ACTION = "let {target} take any keyword argument"
 
 
 @dataclass(frozen=True)

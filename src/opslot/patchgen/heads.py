@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -88,7 +88,9 @@ def _opened(head: Head, cls: ast.ClassDef) -> Head:
     forward = _method(cls, "forward")
     if forward is None or forward.args.vararg or forward.args.kwonlyargs:
         raise unknown
-    (_, parameter, *others), body = forward.args.args, list(_without_docstring(forward.body))
+    _, parameter, *others = forward.args.args
+    # Without the docstring.
+    body = [s for s in forward.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
     result = body.pop() if body else None
     if len(others) > len(forward.args.defaults) or not isinstance(result, ast.Return):
         raise unknown
@@ -107,12 +109,6 @@ def _opened(head: Head, cls: ast.ClassDef) -> Head:
     lines = [assignment(inline.variable(parameter.arg), head.input)]
     lines += [assignment(inline.variable(name), inline.visit(copy.deepcopy(x))) for name, x in assigned]
     return Head(ast.unparse(call.func), call.args[0], (*head.statements, *lines), (*head.around, head.linear))
-
-
-def _without_docstring(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    for statement in body:
-        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
-            yield statement
 
 
 def is_call_of_child(value: ast.expr | None) -> TypeGuard[ast.Call]:

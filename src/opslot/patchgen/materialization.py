@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, cast
+from types import ModuleType
 
 from opslot._base.errors import PatchError
-from opslot._base.plugins import PATCH_FINDERS
 from opslot.patchgen.cache import cache_homes, locked, prune, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.source import Release, installed_release
@@ -23,24 +22,11 @@ class NoPatchError(PatchError):
     """An architecture has no patch."""
 
 
-class PatchFinder(Protocol):
-    """Makes patches of architectures that are not registered; a module of `_base.plugins.PATCH_FINDERS` is one."""
-
-    def find_patch(self, arch: str, release: Release) -> PatchConfig | None:
-        """The patch of an architecture for a release, or None."""
-
-    def digest(self, arch: str, release: Release) -> str | None:
-        """Hash of everything that `find_patch` depends on, computed without finding anything."""
-
-    def architectures(self) -> list[str]:
-        """The architectures that are listed: those in commands such as `patchgen --all` and in error messages."""
-
-
-_registered: dict[str, PatchConfig] = {}
+REGISTERED_PATCHES: dict[str, PatchConfig] = {}
 
 
 def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> None:
-    """Make `opslot.generated.<arch>` come from `patch`, for this process.
+    """Extend what is discovered in an architecture, for this process, as its `patch.py` would.
 
     Raises:
         PatchError: the architecture is registered with another patch (unless `replace`), or its generated module is
@@ -50,49 +36,46 @@ def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> N
         raise PatchError(
             f"{arch!r} is not the name of an architecture", hint="use a Python identifier, such as qwen3_moe"
         )
-    check_replaceable(arch, _registered.get(arch), patch, replace)
-    _registered[arch] = patch
-
-
-def check_replaceable(arch: str, known: PatchConfig | None, patch: PatchConfig, replace: bool) -> None:
-    """Raise PatchError where `patch` may not replace `known`: without `replace`, or after the module's import."""
+    known = REGISTERED_PATCHES.get(arch)
     if known is not None and known.digest == patch.digest:
         return
     if known is not None and not replace:
         raise PatchError(f"{arch} is registered with another patch", hint="pass replace=True to replace it")
     if f"{GENERATED_PACKAGE}.{arch}" in sys.modules:
         raise PatchError(f"{GENERATED_PACKAGE}.{arch} is already imported", hint="register the patch before the import")
+    REGISTERED_PATCHES[arch] = patch
 
 
-def _finders() -> list[PatchFinder]:
-    return [cast(PatchFinder, importlib.import_module(name)) for name in PATCH_FINDERS]
+def _finder() -> ModuleType:
+    # By name, since it is in a room above this one.
+    return importlib.import_module("opslot.models.discovery")
 
 
 def find_patch(arch: str, release: Release | None = None) -> PatchConfig | None:
-    """The patch of an architecture: the registered one, else the first that a finder has; None for neither.
+    """The patch of an architecture: what is discovered in it, and the registered patch; None for neither.
 
     Args:
         arch: architecture, the folder's name under `transformers/models`.
         release: the Transformers release; the installed one by default.
     """
-    if arch in _registered:
-        return _registered[arch]
-    release = release or installed_release()
-    found = (finder.find_patch(arch, release) for finder in _finders())
-    return next((patch for patch in found if patch is not None), None)
+    return _finder().find_patch(arch, release or installed_release())
 
 
 def known_archs() -> list[str]:
-    """Architectures that are registered or listed by a finder, sorted."""
-    return sorted({*_registered, *(arch for finder in _finders() for arch in finder.architectures())})
+    """Architectures that are supported or registered, sorted."""
+    return _finder().architectures()
 
 
 def require_patch(arch: str, release: Release | None = None) -> PatchConfig:
-    """Like `find_patch`, but an unknown architecture raises NoPatchError, which names the known ones."""
+    """As `find_patch`; an unknown architecture raises NoPatchError, which names the known ones."""
     patch = find_patch(arch, release)
     if patch is None:
-        raise NoPatchError(f"no patch for {arch!r}", hint=f"there are patches for {', '.join(known_archs())}")
+        raise _no_patch(arch)
     return patch
+
+
+def _no_patch(arch: str) -> NoPatchError:
+    return NoPatchError(f"no patch for {arch!r}", hint=f"there are patches for {', '.join(known_archs())}")
 
 
 def materialize(arch: str, patch: PatchConfig | None = None, release: Release | None = None) -> Path:
@@ -107,9 +90,8 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
         Path of a file that ends in `models/<arch>/modeling_<arch>.py`, or in the patch's own `target_file`.
     """
     release = release or installed_release()
-    patch = patch or _registered.get(arch)
-    # A finder's digest names its entry, so that a process that finds the entry need not find the patch.
-    key = cache_key(patch, release) if patch is not None else _finders_key(arch, release)
+    # The finder's digest names its entry, so that a process that finds the entry need not find the patch.
+    key = cache_key(patch, release) if patch is not None else _finder_key(arch, release)
     target = patch.target_file if patch is not None else f"modeling_{arch}.py"
     relative = Path("generated", arch, key, "models", arch, target)
     homes = cache_homes()
@@ -148,11 +130,11 @@ def cache_key(patch: PatchConfig, release: Release) -> str:
     return _key(release, parts)
 
 
-def _finders_key(arch: str, release: Release) -> str:
-    digests = [finder.digest(arch, release) for finder in _finders()]
-    if not any(digests):
-        require_patch(arch, release)
-    return _key(release, [digest or "" for digest in digests])
+def _finder_key(arch: str, release: Release) -> str:
+    digest = _finder().digest(arch, release)
+    if digest is None:
+        raise _no_patch(arch)
+    return _key(release, [digest])
 
 
 def _key(release: Release, parts: list[str]) -> str:

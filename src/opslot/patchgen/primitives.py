@@ -43,6 +43,8 @@ class Replacement(Edit):
 class ExternalReplacement(Edit):
     """Import the class or function `target` from another package instead of defining it."""
 
+    ACTION = "import {target} from {source_module}.{source_name}"
+
     source_module: str = ""
     source_name: str = ""
 
@@ -50,21 +52,15 @@ class ExternalReplacement(Edit):
     def whole(self) -> tuple[str, ...]:
         return (self.target,)
 
-    @property
-    def action(self) -> str:
-        return f"import {self.target} from {self.source_module}.{self.source_name}"
-
 
 @dataclass(frozen=True)
 class ModifyInit(Edit):
     """Add statements around upstream's `__init__` body of the class `target`."""
 
+    ACTION = "extend {target}.__init__"
+
     text: str = ""
     name_map: NameMap = ()
-
-    @property
-    def action(self) -> str:
-        return f"extend {self.target}.__init__"
 
     @property
     def symbols(self) -> tuple[str, ...]:

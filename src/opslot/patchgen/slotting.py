@@ -110,7 +110,7 @@ def apply_slot_calls(edit: SlotCalls, document: Document) -> None:
             continue
         total += len(found)
         document.declare(class_name, edit.slot, edit)
-        if not _has_self(method):
+        if [parameter.name.value for parameter in method.params.params][:1] != ["self"]:
             raise document.fail(edit, f"{symbol} has no `self` to hold the slot", show=symbol)
         swaps: Swaps = {}
         for match in found:
@@ -168,10 +168,6 @@ def _as_ast(node: cst.CSTNode) -> ast.FunctionDef:
     definition = ast.parse(textwrap.dedent(cst.Module([]).code_for_node(node))).body[0]
     assert isinstance(definition, ast.FunctionDef)
     return definition
-
-
-def _has_self(method: cst.FunctionDef) -> bool:
-    return bool(method.params.params) and method.params.params[0].name.value == "self"
 
 
 def _methods(module: cst.Module) -> list[tuple[str, str]]:

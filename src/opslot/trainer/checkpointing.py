@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch.distributed import ProcessGroup
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import training_state
 from opslot.checkpoint.training_state import Snapshot, is_complete
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from opslot.distributed.consensus import is_first_rank
 
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
@@ -58,8 +57,6 @@ def write_snapshot(
     Raises:
         CheckpointError: on every rank, when a disk is full or cannot be written; earlier checkpoints are intact.
     """
-    from opslot.distributed.consensus import is_first_rank
-
     final = folder / checkpoint_name(snapshot.step)
     training_state.write_snapshot(final, snapshot, group)
     if keep and is_first_rank():

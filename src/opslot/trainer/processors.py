@@ -87,10 +87,9 @@ def multimodal_class(config: PreTrainedConfig) -> str:
     named = next(iter(config.architectures or ()), None)
     if named is not None and named.endswith("ForConditionalGeneration") and hasattr(transformers, named):
         return str(named)
-    for kind in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
-        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).get(config.model_type)
-        if found:
-            return str(found if isinstance(found, str) else found[0])
+    found = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    if found is not None:
+        return str(found if isinstance(found, str) else found[0])
     raise ConfigError(
         f"task vlm needs a model with images, video or audio, and {config.model_type!r} is a language model",
         hint="set task: sft, or model.config_path to a vision-language or omni model",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from opslot._base.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
 
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators."""
-    import numpy as np
-    import torch
-
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  (users' code draws from it)
     torch.manual_seed(seed)
@@ -23,9 +20,6 @@ def seed_everything(seed: int) -> None:
 
 def random_states() -> dict[str, Any]:
     """States of Python's, NumPy's and torch's generators, as plain data."""
-    import numpy as np
-    import torch
-
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  (users' code draws from it)
     states: dict[str, Any] = {
@@ -55,9 +49,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def _restore(states: dict[str, Any]) -> None:
-    import numpy as np
-    import torch
-
     def bytes_of(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 

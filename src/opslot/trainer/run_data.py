@@ -62,7 +62,7 @@ class RunData:
         config: RunConfig,
         inputs: Inputs,
         tokenizer: PreTrainedTokenizerBase,
-        model_config: PreTrainedConfig | None = None,
+        model_config: PreTrainedConfig,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -274,7 +274,7 @@ def set_sample_length(data: DataConfig, model_config: PreTrainedConfig, tokenize
 
 
 def make_encoder(
-    config: RunConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig | None = None
+    config: RunConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
 ) -> Encoder:
     """The encoder of the run's task.
 
@@ -302,8 +302,9 @@ def make_encoder(
     )
     files = [file for source in inputs.sources for file in source.files]
     _inspect(encoder, [*files, *inputs.eval_files], data.format)
-    known = dict(getattr(model_config, "id2label", None) or {})
-    checkpoint = [] if _is_default(known) else [str(known[number]) for number in sorted(known)]
+    known = dict(model_config.id2label or {})
+    # The names of a config that was never given any are no labels.
+    checkpoint = [] if known == {0: "LABEL_0", 1: "LABEL_1"} else [str(known[number]) for number in sorted(known)]
     encoder.names = (
         data.label_names or encoder.class_names or checkpoint or find_label_names(encoder, files, data.format)
     )
@@ -320,10 +321,9 @@ def _multimodal_encoder(
     config: RunConfig,
     inputs: Inputs,
     tokenizer: PreTrainedTokenizerBase,
-    model_config: PreTrainedConfig | None,
+    model_config: PreTrainedConfig,
     common: dict[str, Any],
 ) -> MultimodalEncoder:
-    assert model_config is not None, "task vlm reads the model's config"
     data = config.data
     processor: Any = load_processor(inputs.tokenizer_path, trust_remote_code=config.model.trust_remote_code)
     if data.chat_template is None and getattr(processor, "chat_template", None):
@@ -354,8 +354,3 @@ def _inspect(encoder: LabelEncoder, files: list[Path], format: str) -> None:
         encoder.inspect(file, format, problems)
     if problems:
         raise DataError(list_problems("the data cannot be read", problems))
-
-
-def _is_default(names: dict[Any, Any]) -> bool:
-    """Whether these are the two labels of every config that was never given any."""
-    return names == {0: "LABEL_0", 1: "LABEL_1"} or not names

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from opslot._base.logging import get_logger
 from opslot.checkpoint.training_state import Snapshot
+from opslot.distributed.consensus import has_process_group
 from opslot.trainer import checkpointing
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 logger = get_logger(__name__)
 
@@ -52,14 +54,10 @@ class CheckpointSaver:
         Raises:
             CheckpointError: this save failed, or the previous one in the background; earlier checkpoints are intact.
         """
-        from opslot.distributed.consensus import has_process_group
-
         self.wait()
         if not self.background:
             return checkpointing.write_snapshot(self.folder, snapshot, self.keep)
         if self._group is None and has_process_group():
-            import torch.distributed as dist
-
             self._group = dist.new_group(backend="gloo")
         copy = dataclasses.replace(snapshot, tensors=self._stage(snapshot.tensors))
         # A daemon thread, so that a hanging disk or rank does not keep a failing process alive.
@@ -96,17 +94,12 @@ class CheckpointSaver:
 
     def _stage(self, tensors: dict[str, Any]) -> Any:
         """A copy of `tensors` in host memory; on a GPU it is pinned and reused by the next save."""
-        import torch
-        from torch.distributed.checkpoint.staging import BlockingAsyncStager
-
         if self._stager is None:
             # DefaultStager, which torch recommends, failed at its second snapshot on a GPU under torch 2.11.
             self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         return self._stager.stage(tensors)
 
     def _write(self, snapshot: Snapshot) -> None:
-        import torch
-
         try:
             checkpointing.write_snapshot(self.folder, snapshot, self.keep, self._group)
         except BaseException as error:

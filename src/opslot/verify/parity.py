@@ -1,6 +1,6 @@
 """Check of a kernel: forward and every gradient against an fp64 reference, with the error of same-dtype eager code.
 
-The bound. A kernel passes where its largest error is at most
+A kernel passes where its largest error is at most
 
     2 x eager's largest error + tolerance_ulps x eps x scale
 
@@ -8,24 +8,12 @@ on one random draw of the case or, where it is not, in the mean over `DRAWS` dra
 `tolerance_ulps` that of the variant (1 by default), and `scale` the largest output of the case (for a
 gradient, its largest gradient), since an element that cancels to nearly nothing is still a sum of terms of that size.
 
-Why the bound names no accumulation length. Summing n terms of size t in a dtype with unit roundoff u = eps / 2 is off
-by a random walk, about u x sqrt(n) x t; products with other tensors, exponentials and divisions behind it multiply
-that by the condition of the case. All of these factors, and internal fp32 steps too, are in the error of eager code on
-the same arguments, which computes the same sums in the same dtype. So the error of eager, not a formula for each op,
-gives the scale; a kernel may be twice as far off in every factor together.
-
-Why one draw is not enough. Where the walk ends depends on the order of summation: on the vector width of the CPU, on
-the blocking of its BLAS and on the number of threads. Of two normal variables of equal width, one is more than twice
-the other with probability (2 / pi) atan(1 / 2) = 0.30, and the largest of some hundred elements varies by a fifth. So
-a right kernel may exceed a bound that was drawn once: for `cross_entropy_loss`, "capped, scaled and smoothed", eager's
-error in the weight gradient is between 2e-8 and 4.6e-7 over 12 draws, and on one draw it is 4.8e-8 with AVX2 code
-where it is 7.1e-8 with baseline code.
-
-Why the mean is. |x| of a normal x has a standard deviation of 0.76 times its mean; the mean of 16 draws, 0.19 times. A
-kernel with the same distribution of errors as eager is 2.4 standard deviations below 2 x eager's mean where an output
-is one number and its rounding is not counted, and more than 4 where an output has eight elements or more. Wrong code is
-wrong on every draw: in fp32, a relative error of 1e-3 is 8,000 eps, and accumulation in bf16 has an eps 65,536 times
-as large.
+The error of eager gives the size of the bound, not a formula for each op: on the same arguments, it has the same
+lengths of sums, products and internal steps in the same dtype. One draw does not decide, because rounding depends on
+the order of summation, and so on the CPU, its BLAS and the number of threads: of two normal variables of equal width,
+one is more than twice the other with probability (2 / pi) atan(1 / 2) = 0.30. In the mean of 16 draws, a kernel with
+the same distribution of errors as eager is 2.4 standard deviations or more below 2 x eager's mean. Wrong code is wrong
+on every draw: in fp32, a relative error of 1e-3 is 8,000 eps; accumulation in bf16 has an eps 65,536 times as large.
 """
 
 from __future__ import annotations

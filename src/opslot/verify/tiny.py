@@ -84,9 +84,7 @@ def _with_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
     with contextlib.suppress(ConfigError):
         auto_class_name(config, masked=True)
         return config
-    kinds = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-    names = [name for kind in kinds for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", ())]
-    for name in dict.fromkeys(name for name in names if name in CONFIG_MAPPING_NAMES):
+    for name in filter(CONFIG_MAPPING_NAMES.__contains__, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
         with contextlib.suppress(Exception):
             whole = CONFIG_MAPPING[name]()
             if any(type(getattr(whole, part, None)) is type(config) for part in ("vision_config", "audio_config")):

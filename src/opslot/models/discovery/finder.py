@@ -11,29 +11,17 @@ from opslot.models.discovery.collected_forms import forms_digest
 from opslot.models.discovery.engine import discover
 from opslot.models.discovery.supported import lock_digest, lost_slots, supported_architectures
 from opslot.patchgen import PatchConfig, PatchError
-from opslot.patchgen.materialization import check_replaceable
+from opslot.patchgen.materialization import REGISTERED_PATCHES
 from opslot.patchgen.source import Release, modeling_module
 from opslot.slots.protocol import LOST_SLOTS
 
 MODELS_PACKAGE = "opslot.models"
 
-_added: dict[str, PatchConfig] = {}
-
-
-def add_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> None:
-    """Extend what is discovered in an architecture, for this process, as its `patch.py` would.
-
-    Raises:
-        PatchError: the architecture has another patch (unless `replace`), or its generated module is already imported.
-    """
-    check_replaceable(arch, _added.get(arch), patch, replace)
-    _added[arch] = patch
-
 
 def additions(arch: str) -> PatchConfig | None:
-    """The patch that `add_patch` was given, else `patch` of `opslot.models.<arch>.patch`; None if there is neither."""
-    if arch in _added:
-        return _added[arch]
+    """The registered patch, else `patch` of `opslot.models.<arch>.patch`; None if there is neither."""
+    if arch in REGISTERED_PATCHES:
+        return REGISTERED_PATCHES[arch]
     name = f"{MODELS_PACKAGE}.{arch}.patch"
     try:
         module = importlib.import_module(name)
@@ -89,12 +77,12 @@ def _extended(found: PatchConfig, added: PatchConfig | None) -> PatchConfig:
 def digest(arch: str, release: Release) -> str | None:
     """Hash of everything that `find_patch` depends on; None for an architecture that Transformers does not have."""
     added = additions(arch)
+    texts = [] if added is None else [added.digest, *(release.module(name).digest for name in added.upstream_modules)]
     try:
-        texts = [release.module(modeling_module(arch)).digest, release.module("transformers.modeling_layers").digest]
+        texts += [release.module(modeling_module(arch)).digest, release.module("transformers.modeling_layers").digest]
     except PatchError:
-        return added.digest if added is not None else None
-    if added is not None:
-        texts += [added.digest, *(release.module(name).digest for name in added.upstream_modules)]
+        if added is None:
+            return None
     return hashlib.sha256(" ".join([forms_digest(), lock_digest(), *texts]).encode()).hexdigest()
 
 
@@ -104,4 +92,4 @@ def architectures() -> list[str]:
     assert spec is not None
     places = spec.submodule_search_locations or ()
     own = {file.parent.name for place in places for file in Path(place).glob("*/patch.py")}
-    return sorted({*supported_architectures(), *_added, *own})
+    return sorted({*supported_architectures(), *REGISTERED_PATCHES, *own})

@@ -1,5 +1,1 @@
 """Unlimited-OCR."""
-
-from opslot.models._registry import register_architecture
-
-register_architecture("unlimited_ocr")
