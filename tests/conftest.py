@@ -70,6 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("busy")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list) -> None:
+    """Workers that are forks of one process do not import torch, Transformers and opslot each."""
+    _module("forks.py").start_workers_as_forks(specs)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`@pytest.mark.quick(*patterns)`: parameters of the test whose id matches no pattern are slow."""
@@ -101,8 +107,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    # After pytest, which collects garbage ten times.
-    atexit.register(_collect_all)
+    # After pytest, which collects garbage ten times. A fork leaves its memory to the system.
+    if "OPSLOT_TEST_WORKER_IS_FORK" not in os.environ:
+        atexit.register(_collect_all)
 
 
 def _collect_all() -> None:
