@@ -324,6 +324,26 @@ def _operators(interpreter: ModuleType) -> dict[str, Any]:
 
         return replacing
 
+    def added(slow: Any) -> Any:
+        add = quick(np.add, numbers)(slow)
+
+        def operate(self: Any, other: Any) -> Any:
+            pointer = self.dtype
+            if type(pointer) is not tl.pointer_type or type(other) is not tensor:
+                return add(self, other)
+            kind = self.type
+            result = kind if kind is not pointer else other.type.with_element_ty(pointer)
+            if kind is not pointer and type(other.type) is block_type and other.type.shape is not kind.shape:
+                sizes = _broadcast(kind._sizes, other.type._sizes)
+                result = None if sizes is None else block_type(pointer, list(sizes))
+            if result is None or other.dtype.name not in ("int32", "int64"):
+                return slow(self, other)
+            offsets = other.handle.data.astype(np.uint64)
+            size = max(1, self.handle.get_element_ty().primitive_bitwidth // 8)
+            return tensor(handle_type(self.handle.data + size * offsets, self.handle.dtype.scalar), result)
+
+        return operate
+
     def indexed(slow: Any) -> Any:
         def index(self: Any, slices: Any) -> Any:
             kind = self.type
@@ -348,7 +368,7 @@ def _operators(interpreter: ModuleType) -> dict[str, Any]:
         "ne": np.not_equal,
     }
     return {
-        "__add__": quick(np.add, numbers),
+        "__add__": added,
         "__sub__": quick(np.subtract, numbers),
         "__mul__": quick(np.multiply, numbers),
         "__radd__": quick(np.add, numbers, swapped=True),
