@@ -224,6 +224,7 @@ def test_question_answering_reads_padding(arch, kernel, side):
     assert not worst_difference(gradients(model), gradients(original))
 
 
+@pytest.mark.quick("*-left-triton", "Bert*")
 @pytest.mark.parametrize("kernel", ["triton", "sdpa"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(

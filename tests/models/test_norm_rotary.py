@@ -126,6 +126,7 @@ def test_kernel_without_the_variant_uses_the_separate_slots():
     assert chosen["norm_full"] == ("eager", "torch_fused has no form of it; the slots of full serve")
 
 
+@pytest.mark.quick("eager-q_norm", "torch_fused-k_norm", "batch_invariant-q_norm")
 @pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
 @pytest.mark.parametrize("kernel", ["eager", "torch_fused", "batch_invariant"])
 def test_norm_bound_to_another_kernel_runs_alone(norm, kernel, calls):
