@@ -302,6 +302,8 @@ def test_every_modality_is_checked(arch, samples):
         # Sizes that must have a ratio to the hidden size of another part.
         ("muse_glimmer", ("text", "image", "video", "mixed")),
         ("fun_asr_nano", ("text", "audio")),
+        # Masks and sizes that the parameters of the forward name.
+        ("mllama", ("text", "image")),
     ],
 )
 def test_other_forms_of_images(arch, samples):
@@ -310,7 +312,7 @@ def test_other_forms_of_images(arch, samples):
     assert found.samples == samples
 
 
-@pytest.mark.quick("qwen2_audio-*", "fuyu-*", "mllama-*")
+@pytest.mark.quick("qwen2_audio-*", "fuyu-*")
 @pytest.mark.parametrize(
     ("arch", "samples"),
     [
