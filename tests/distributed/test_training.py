@@ -68,7 +68,7 @@ MOE = {
 }
 
 
-@pytest.mark.quick("gpt_oss", "deepseek_v3")
+@pytest.mark.quick("gpt_oss")
 @pytest.mark.parametrize("name", list(MOE))
 def test_experts_of_each_architecture_equal_one_process(ranks, name):
     """Biases of experts, routers with groups, and shared experts with or without a gate; the plan is the default."""

@@ -27,6 +27,7 @@ def processes(forked_workers):
         yield pool
 
 
+@pytest.mark.quick("gemma3_text", "qwen3_next")
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gemma3_text", "qwen3_next"])
 def test_supported_architecture_passes(arch):
     found = check_architecture(arch, checks=ONE_PROCESS)
@@ -281,7 +282,7 @@ def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
         ("qwen2_5_omni", ("text", "image", "video", "audio", "mixed")),
         pytest.param("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("voxtral", ("text", "audio")),
-        ("granite_speech", ("text", "audio")),
+        pytest.param("granite_speech", ("text", "audio"), marks=pytest.mark.slow),
     ],
 )
 def test_every_modality_is_checked(arch, samples):

@@ -138,7 +138,7 @@ def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.quick("dense-sizes0", "experts-sizes2")
+@pytest.mark.quick("experts-sizes2")
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
