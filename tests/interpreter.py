@@ -40,9 +40,7 @@ def speed_up() -> None:
     builder = interpreter.interpreter_builder
     _replace_builtins_once(interpreter)
     operators = {} if builder.options.debug else _operators(interpreter)
-    interpreter._patch_attr = functools.partial(
-        _patch_attr, interpreter.interpreter_semantic, interpreter.tl.core.tensor, operators
-    )
+    interpreter._patch_attr = _patcher(interpreter.interpreter_semantic, interpreter.tl.core.tensor, operators)
     interpreter._get_np_dtype = _cached(interpreter._get_np_dtype, interpreter.tl)
     _compute_types_once(interpreter.tl)
     _broadcast_quickly(interpreter)
@@ -95,29 +93,27 @@ def _cached(get_np_dtype: Any, tl: ModuleType) -> Any:
     return cached
 
 
-def _patch_attr(
-    semantic: Any,
-    tensor: type,
-    operators: dict[str, Any],
-    language: Any,
-    name: str,
-    member: Any,
-    _builder: Any,
-    *scope: Any,
-) -> None:
-    """Replace a builtin by the function that it wraps, which gets the interpreter's semantic."""
-    function = getattr(member, "__wrapped__", member)
+def _patcher(semantic: Any, tensor: type, operators: dict[str, Any]) -> Any:
+    """A function that replaces a builtin by the function that it wraps, which gets the interpreter's semantic."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = semantic
-        return function(*args, **kwargs)
+    @functools.cache
+    def replacement(language: Any, name: str, member: Any) -> Any:
+        function = getattr(member, "__wrapped__", member)
 
-    if language is tensor and name in operators:
-        call = operators[name](call)
-    if scope:
-        scope[0].set_attr(language, name, call)
-    else:
-        setattr(language, name, call)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return operators[name](call) if language is tensor and name in operators else call
+
+    def patch(language: Any, name: str, member: Any, _builder: Any, *scope: Any) -> None:
+        call = replacement(language, name, member)
+        if scope:
+            scope[0].set_attr(language, name, call)
+        else:
+            setattr(language, name, call)
+
+    return patch
 
 
 def _compute_types_once(tl: ModuleType) -> None:
