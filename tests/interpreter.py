@@ -273,13 +273,13 @@ def _operators(interpreter: ModuleType) -> dict[str, Any]:
     tensor, block_type, constexpr, handle_type = tl.core.tensor, tl.block_type, tl.constexpr, interpreter.TensorHandle
     numbers = {name: np.dtype(kind) for name, kind in _NUMBERS.items()}
     bools = {"int1": np.dtype(bool)}
-    # Other Python numbers are infinite or not finite as float32, or no int32.
+    # Larger Python numbers may be infinite as float32, or no int32.
     limits = {"fp32": 3e38, "fp64": 3e38, "int32": 2**31 - 1, "int64": 2**31 - 1}
 
     def type_of(left: Any, right: Any) -> Any:
-        """The type of a result with elements as `left` has, or None."""
+        """The type of a result, with the elements of one of both; None if they cannot be broadcast."""
         if type(left) is not block_type:
-            return right if left.name == right.name or type(right) is block_type else None
+            return right if type(right) is block_type else left
         if type(right) is not block_type or left.shape is right.shape:
             return left
         sizes = _broadcast(left._sizes, right._sizes)
@@ -299,11 +299,16 @@ def _operators(interpreter: ModuleType) -> dict[str, Any]:
                     return slow(self, other)
                 if kind is tensor:
                     right = other.handle.data
-                    if swapped or right.dtype is not dtype or other.dtype.name != name:
+                    source = other.dtype.name
+                    # An int32 becomes an int64.
+                    known = source == name or (name == "int64" and source == "int32")
+                    if swapped or not known or right.dtype is not dtypes[source]:
                         return slow(self, other)
                     result = type_of(self.type, other.type)
                     if result is None:
                         return slow(self, other)
+                    if source != name:
+                        result = result.with_element_ty(self.dtype)
                 elif (kind is int or (kind is float and dtype.kind == "f")) and dtype is not bools["int1"]:
                     if not -limits[name] <= other <= limits[name]:
                         return slow(self, other)
