@@ -38,6 +38,7 @@ QWEN3_MOE = {
 
 
 UNMATCHED = pytest.StashKey[dict[str, set[str]]]()
+COLLECTS_ALL = pytest.StashKey[bool]()
 
 
 def _module(path: str):
@@ -68,11 +69,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("busy")
+    config.stash[COLLECTS_ALL] = config.args == config.getini("testpaths")
+    if worker is not None and config.stash[COLLECTS_ALL]:
+        # Each worker starts with other files, so that in a new checkout each file is compiled by one of them.
+        files = sorted(map(str, Path(__file__).parent.rglob("test_*.py")))
+        start = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args = [*files[start:], *files[:start]]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list) -> None:
+    """Workers that are forks of one process do not import torch, Transformers and opslot each."""
+    _module("forks.py").start_workers_as_forks(specs)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`@pytest.mark.quick(*patterns)`: parameters of the test whose id matches no pattern are slow."""
+    if hasattr(config, "workerinput"):
+        # The same order in each worker.
+        items.sort(key=lambda item: str(item.path))
     unmatched: dict[str, set[str]] = {}
     for item in items:
         if (marker := item.get_closest_marker("quick")) is None:
@@ -88,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def unmatched_patterns(pytestconfig) -> dict[str, set[str]]:
     """The patterns of `pytest.mark.quick` that match no parameter, of each test that has some."""
-    if pytestconfig.args != pytestconfig.getini("testpaths"):
+    if not pytestconfig.stash[COLLECTS_ALL]:
         pytest.skip("not all parameters were collected")
     return {function: patterns for function, patterns in pytestconfig.stash[UNMATCHED].items() if patterns}
 
@@ -101,8 +117,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    # After pytest, which collects garbage ten times.
-    atexit.register(_collect_all)
+    # After pytest, which collects garbage ten times. A fork leaves its memory to the system.
+    if "OPSLOT_TEST_WORKER_IS_FORK" not in os.environ:
+        atexit.register(_collect_all)
 
 
 def _collect_all() -> None:

@@ -9,6 +9,8 @@ import inspect
 from types import FunctionType, ModuleType
 from typing import Any
 
+_NUMBERS = {"fp32": "float32", "fp64": "float64", "int32": "int32", "int64": "int64"}
+
 
 def speed_up() -> None:
     """Patch the interpreter of this process; kernels compute the same values as before.
@@ -22,6 +24,8 @@ def speed_up() -> None:
     - It converts sign, exponent and significand of bfloat16 numbers to those of float32 and back one by one, and
       subnormal ones wrongly; they differ in the last 16 bits alone.
     - It derives the type of a result from those of the operands, also where both are equal or one is a Python number.
+    - It broadcasts operands and copies numbers to blocks, both of which NumPy does within an operation.
+    - It compares the size of elements with that of their type at every operation.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -33,15 +37,18 @@ def speed_up() -> None:
     if getattr(interpreter, "_opslot_fast", False):
         return
     interpreter._opslot_fast = True
+    builder = interpreter.interpreter_builder
     _replace_builtins_once(interpreter)
-    interpreter._patch_attr = functools.partial(_patch_attr, interpreter.interpreter_semantic)
+    operators = {} if builder.options.debug else _operators(interpreter)
+    interpreter._patch_attr = _patcher(interpreter.interpreter_semantic, interpreter.tl.core.tensor, operators)
     interpreter._get_np_dtype = _cached(interpreter._get_np_dtype, interpreter.tl)
     _compute_types_once(interpreter.tl)
     _broadcast_quickly(interpreter)
     _keep_equal_types(interpreter)
+    _create_quickly(interpreter.TensorHandle)
+    _cast_quickly(interpreter)
     _unwrap_quickly(interpreter.tl)
     interpreter._convert_float = _of_bfloat16(interpreter)
-    builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -86,18 +93,27 @@ def _cached(get_np_dtype: Any, tl: ModuleType) -> Any:
     return cached
 
 
-def _patch_attr(semantic: Any, language: Any, name: str, member: Any, _builder: Any, *scope: Any) -> None:
-    """Replace a builtin by the function that it wraps, which gets the interpreter's semantic."""
-    function = getattr(member, "__wrapped__", member)
+def _patcher(semantic: Any, tensor: type, operators: dict[str, Any]) -> Any:
+    """A function that replaces a builtin by the function that it wraps, which gets the interpreter's semantic."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = semantic
-        return function(*args, **kwargs)
+    @functools.cache
+    def replacement(language: Any, name: str, member: Any) -> Any:
+        function = getattr(member, "__wrapped__", member)
 
-    if scope:
-        scope[0].set_attr(language, name, call)
-    else:
-        setattr(language, name, call)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return operators[name](call) if language is tensor and name in operators else call
+
+    def patch(language: Any, name: str, member: Any, _builder: Any, *scope: Any) -> None:
+        call = replacement(language, name, member)
+        if scope:
+            scope[0].set_attr(language, name, call)
+        else:
+            setattr(language, name, call)
+
+    return patch
 
 
 def _compute_types_once(tl: ModuleType) -> None:
@@ -153,12 +169,6 @@ def _broadcast_quickly(interpreter: ModuleType) -> None:
         data = np.full(block.shape.values, handle.data, dtype=interpreter._get_np_dtype(handle.dtype))
         return tensor(handle_type(data, handle.dtype.scalar), block.with_element_ty(value.dtype))
 
-    @functools.cache
-    def joined(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
-        if len(first) != len(second) or any(a != b and 1 not in (a, b) for a, b in zip(first, second)):
-            return None
-        return tuple(map(max, first, second))
-
     def expanded(value: Any, sizes: tuple[int, ...]) -> Any:
         if value.type._sizes == sizes:
             return value
@@ -170,7 +180,7 @@ def _broadcast_quickly(interpreter: ModuleType) -> None:
         if (not first and not second) or (first and second and left.type.shape is right.type.shape):
             return left, right
         if first and second:
-            sizes = joined(left.type._sizes, right.type._sizes)
+            sizes = _broadcast(left.type._sizes, right.type._sizes)
             if sizes is not None:
                 return expanded(left, sizes), expanded(right, sizes)
         elif first and (made := splat(self, right, left.type)) is not None:
@@ -217,6 +227,168 @@ def _keep_equal_types(interpreter: ModuleType) -> None:
         return check(self, left, right, left_pointer, right_pointer, arithmetic, division)
 
     semantic.binary_op_type_checking_impl = checked
+
+
+def _create_quickly(handle_type: Any) -> None:
+    def create(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data = data
+        self.dtype = dtype
+        self.attr = {} if attr is None else attr
+
+    handle_type.__init__ = create
+
+
+def _cast_quickly(interpreter: ModuleType) -> None:
+    semantic, tensor = type(interpreter.interpreter_semantic), interpreter.tl.core.tensor
+    cast = semantic.cast
+    others = ("bf16", "fp16", "fp64", "int32", "int64")
+    pairs = {(name, "fp32") for name in others} | {("fp32", name) for name in others[:3]} | {("int32", "int64")}
+
+    def quick_cast(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
+        if rounding is None and type(value) is tensor:
+            source, target = value.dtype, kind.scalar
+            if source is target:
+                return value
+            if (source.name, target.name) in pairs:
+                result = value.type.with_element_ty(target)
+                return tensor(self.builder.cast_impl(value.handle, result), result)
+        return cast(self, value, kind, rounding)
+
+    semantic.cast = quick_cast
+
+
+@functools.cache
+def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The sizes of two blocks of equal rank after broadcasting; None if Triton does not broadcast them."""
+    if len(first) != len(second) or any(a != b and 1 not in (a, b) for a, b in zip(first, second)):
+        return None
+    return tuple(map(max, first, second))
+
+
+def _operators(interpreter: ModuleType) -> dict[str, Any]:
+    """By the name of a method of tensors, a function that takes what it was and returns a quicker one."""
+    import numpy as np
+
+    tl = interpreter.tl
+    tensor, block_type, constexpr, handle_type = tl.core.tensor, tl.block_type, tl.constexpr, interpreter.TensorHandle
+    numbers = {name: np.dtype(kind) for name, kind in _NUMBERS.items()}
+    bools = {"int1": np.dtype(bool)}
+    # Larger Python numbers may be infinite as float32, or no int32.
+    limits = {"fp32": 3e38, "fp64": 3e38, "int32": 2**31 - 1, "int64": 2**31 - 1}
+
+    def type_of(left: Any, right: Any) -> Any:
+        """The type of a result, with the elements of one of both; None if they cannot be broadcast."""
+        if type(left) is not block_type:
+            return right if type(right) is block_type else left
+        if type(right) is not block_type or left.shape is right.shape:
+            return left
+        sizes = _broadcast(left._sizes, right._sizes)
+        return None if sizes is None else block_type(left.scalar, list(sizes))
+
+    def quick(ufunc: Any, dtypes: dict[str, Any], compares: bool = False, swapped: bool = False) -> Any:
+        def replacing(slow: Any) -> Any:
+            def operate(self: Any, other: Any) -> Any:
+                kind = type(other)
+                if kind is constexpr:
+                    other = other.value
+                    kind = type(other)
+                name = self.dtype.name
+                dtype = dtypes.get(name)
+                data = self.handle.data
+                if dtype is None or data.dtype is not dtype:
+                    return slow(self, other)
+                if kind is tensor:
+                    right = other.handle.data
+                    source = other.dtype.name
+                    # An int32 becomes an int64.
+                    known = source == name or (name == "int64" and source == "int32")
+                    if swapped or not known or right.dtype is not dtypes[source]:
+                        return slow(self, other)
+                    result = type_of(self.type, other.type)
+                    if result is None:
+                        return slow(self, other)
+                    if source != name:
+                        result = result.with_element_ty(self.dtype)
+                elif (kind is int or (kind is float and dtype.kind == "f")) and dtype is not bools["int1"]:
+                    if not -limits[name] <= other <= limits[name]:
+                        return slow(self, other)
+                    right = dtype.type(other)
+                    result = self.type
+                else:
+                    return slow(self, other)
+                values = ufunc(right, data) if swapped else ufunc(data, right)
+                if compares:
+                    result = result.with_element_ty(tl.int1)
+                return tensor(handle_type(values, self.handle.dtype.scalar), result)
+
+            return operate
+
+        return replacing
+
+    def added(slow: Any) -> Any:
+        add = quick(np.add, numbers)(slow)
+
+        def operate(self: Any, other: Any) -> Any:
+            pointer = self.dtype
+            if type(pointer) is not tl.pointer_type or type(other) is not tensor:
+                return add(self, other)
+            kind = self.type
+            result = kind if kind is not pointer else other.type.with_element_ty(pointer)
+            if kind is not pointer and type(other.type) is block_type and other.type.shape is not kind.shape:
+                sizes = _broadcast(kind._sizes, other.type._sizes)
+                result = None if sizes is None else block_type(pointer, list(sizes))
+            if result is None or other.dtype.name not in ("int32", "int64"):
+                return slow(self, other)
+            offsets = other.handle.data.astype(np.uint64)
+            size = max(1, self.handle.get_element_ty().primitive_bitwidth // 8)
+            return tensor(handle_type(self.handle.data + size * offsets, self.handle.dtype.scalar), result)
+
+        return operate
+
+    def indexed(slow: Any) -> Any:
+        def index(self: Any, slices: Any) -> Any:
+            kind = self.type
+            if type(kind) is not block_type:
+                return slow(self, slices)
+            added = _added_dimension(slices.values if isinstance(slices, tl.tuple) else slices, len(kind._sizes))
+            if added is None:
+                return slow(self, slices)
+            sizes = list(kind._sizes)
+            sizes.insert(added, 1)
+            data = self.handle.data.reshape(sizes)
+            return tensor(handle_type(data, self.handle.dtype.scalar), block_type(kind.scalar, sizes))
+
+        return index
+
+    compared = {
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+        "eq": np.equal,
+        "ne": np.not_equal,
+    }
+    return {
+        "__add__": added,
+        "__sub__": quick(np.subtract, numbers),
+        "__mul__": quick(np.multiply, numbers),
+        "__radd__": quick(np.add, numbers, swapped=True),
+        "__rsub__": quick(np.subtract, numbers, swapped=True),
+        "__rmul__": quick(np.multiply, numbers, swapped=True),
+        "__and__": quick(np.bitwise_and, bools),
+        "__or__": quick(np.bitwise_or, bools),
+        **{f"__{name}__": quick(ufunc, numbers, compares=True) for name, ufunc in compared.items()},
+        "__getitem__": indexed,
+    }
+
+
+def _added_dimension(slices: Any, rank: int) -> int | None:
+    """Which dimension `x[:, None]` or the like adds; None for another index."""
+    if not isinstance(slices, (list, tuple)):
+        return None
+    added = [i for i, item in enumerate(slices) if item is None]
+    plain = all(item is None or (type(item) is slice and item == slice(None)) for item in slices)
+    return added[0] if plain and len(added) == 1 and len(slices) <= rank + 1 else None
 
 
 def _unwrap_quickly(tl: ModuleType) -> None:

@@ -11,27 +11,24 @@ from opslot.verify.random_model import random_model, train_step, worst_differenc
 from opslot.verify.tiny import tiny_config
 
 
-def build(name, ops="auto"):
-    config = tiny_config(name)
-    model = random_model(config).eval()
-    batches = dict(media_samples(model).batches)
-    batches["packed"] = pack(RopePositions(config, type(model).__name__), [batches["image"], batches["text"]])
-    opslot.apply(model, ops)
-    return model, batches
-
-
-def on_ranks(name, kinds, sizes, ops):
+def on_ranks(config, batches, sizes, ops):
     state = init_parallel_state(device_type="cpu", **sizes)
-    model, batches = build(name, ops)
+    model = random_model(config).eval()
+    opslot.apply(model, ops)
     opslot.parallelize(model, state)
-    own = with_common_divisor([batches[kind] for kind in kinds])
-    return {key: value.tolist() for key, value in train_step(model, [shard_sequence(b, state) for b in own]).items()}
+    own = [shard_sequence(batch, state) for batch in batches]
+    return {key: value.tolist() for key, value in train_step(model, own).items()}
 
 
 def check(ranks, name, kinds, ops="auto", **sizes):
-    model, batches = build(name, ops)
-    expected = train_step(model, with_common_divisor([batches[kind] for kind in kinds]))
-    parts = ranks.run(on_ranks, name, kinds, {"sp": 2, **sizes}, ops, timeout=60)
+    config = tiny_config(name)
+    model = random_model(config).eval()
+    samples = dict(media_samples(model).batches)
+    samples["packed"] = pack(RopePositions(config, type(model).__name__), [samples["image"], samples["text"]])
+    batches = with_common_divisor([samples[kind] for kind in kinds])
+    opslot.apply(model, ops)
+    expected = train_step(model, batches)
+    parts = ranks.run(on_ranks, config, batches, {"sp": 2, **sizes}, ops, timeout=60)
     found = [{key: torch.tensor(value) for key, value in part.items()} for part in parts]
     found[0]["loss"] += found[1]["loss"]
     assert worst_difference(found[0], expected) == ""

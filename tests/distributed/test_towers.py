@@ -41,7 +41,7 @@ def check(ranks, name, frozen=False, kinds=("text", "image")):
     return expected
 
 
-@pytest.mark.quick("qwen3_vl", "gemma3")
+@pytest.mark.quick("qwen3_vl")
 @pytest.mark.parametrize("name", NAMES)
 def test_text_and_image_ranks_equal_one_process(ranks, name):
     expected = check(ranks, name)

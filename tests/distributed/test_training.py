@@ -39,7 +39,7 @@ def test_dense_equals_one_process(ranks, name, axis):
     check(ranks, name, SIZES[axis], micro_batches=2)
 
 
-@pytest.mark.quick("eager-ep", "auto-sp and ep", "auto-hsdp")
+@pytest.mark.quick("eager-ep", "auto-sp and ep")
 @pytest.mark.parametrize("axis", list(SIZES))
 @pytest.mark.parametrize("ops", ["eager", "auto"])
 def test_experts_equal_one_process(ranks, axis, ops):
@@ -68,7 +68,7 @@ MOE = {
 }
 
 
-@pytest.mark.quick("gpt_oss", "deepseek_v3")
+@pytest.mark.quick("gpt_oss")
 @pytest.mark.parametrize("name", list(MOE))
 def test_experts_of_each_architecture_equal_one_process(ranks, name):
     """Biases of experts, routers with groups, and shared experts with or without a gate; the plan is the default."""

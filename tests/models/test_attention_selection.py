@@ -9,7 +9,8 @@ from transformers import AttentionInterface, AutoConfig
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.ops.attention.forms import Attention, MasksOfOneImplementation, OwnAttention
+from opslot.ops.attention.forms import Attention, OwnAttention
+from opslot.ops.attention.mask_forms import MasksOfOneImplementation
 from opslot.patchgen.forms import ClassFact, ModuleView
 from opslot.patchgen.source import UpstreamModule
 from opslot.slots.protocol import COMPUTES_ATTENTION, MASKS_OF

@@ -189,6 +189,7 @@ def test_every_kernel_attends_to_padded_sources_on_a_gpu():
     assert {"sdpa", "triton"} <= {*ran}
 
 
+@pytest.mark.quick("siglip")
 @pytest.mark.parametrize("arch", ["siglip", "siglip2"])
 def test_output_of_a_last_position_that_is_padding(arch):
     """SigLIP's text embedding is the last position's, which attends to the tokens of the text."""
@@ -224,6 +225,7 @@ def test_question_answering_reads_padding(arch, kernel, side):
     assert not worst_difference(gradients(model), gradients(original))
 
 
+@pytest.mark.quick("*-left-triton", "Bert*")
 @pytest.mark.parametrize("kernel", ["triton", "sdpa"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(

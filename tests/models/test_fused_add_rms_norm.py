@@ -16,6 +16,7 @@ from opslot import KERNEL_REGISTRY
 from opslot._base.device import CPU
 from opslot.slots import KernelRequest
 from tests.models.sizes import SIZES
+from tests.models.steps import assert_near, run
 
 TRITON = {"rms_norm_implementation": "triton"}
 EAGER_REST = {
@@ -32,39 +33,12 @@ def build(ops, arch="llama", **more):
     return opslot.build_foundation_model(config, ops_implementation={**EAGER_REST, **ops})
 
 
-def run(model):
-    ids = torch.arange(2, 24).reshape(2, 11)
-    model.zero_grad()
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
-
-
-def assert_near(found, expected):
-    assert found.keys() == expected.keys()
-    for name in found:
-        torch.testing.assert_close(found[name], expected[name], rtol=2e-4, atol=2e-6, msg=name)
-
-
 @pytest.fixture
-def calls(monkeypatch):
+def calls(count_calls):
     """Calls of the fused kernel and of the plain one, by variant."""
     from opslot.ops.rms_norm import triton
 
-    seen = {"fused_add": 0, "standard": 0}
-
-    def count(owner, attribute, name):
-        inner = getattr(owner, attribute)
-
-        def counted(*args):
-            seen[name] += 1
-            return inner(*args)
-
-        monkeypatch.setattr(owner, attribute, counted)
-
-    count(triton._FusedAddRMSNorm, "apply", "fused_add")
-    count(triton, "_norm", "standard")
-    return seen
+    return count_calls(fused_add=(triton._FusedAddRMSNorm, "apply"), standard=(triton, "_norm"))
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "seed_oss"])

@@ -47,7 +47,7 @@ def batch_of(model):
         pytest.param("BartForConditionalGeneration", "bart", marks=pytest.mark.quick),
         pytest.param("MarianMTModel", "marian", marks=pytest.mark.quick),
         ("PegasusForConditionalGeneration", "pegasus"),
-        ("MBartForConditionalGeneration", "mbart"),
+        pytest.param("MBartForConditionalGeneration", "mbart", marks=pytest.mark.quick),
     ],
 )
 def test_fused_loss_equals_transformers(name, arch):

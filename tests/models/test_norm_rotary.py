@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 import opslot
 from tests.models.sizes import MIXED, SIZES
+from tests.models.steps import assert_equal, assert_near, run
 
 TRITON = {"rms_norm_implementation": "triton", "rotary_pos_emb_implementation": "triton"}
 SEPARATE = {"rms_norm_implementation": "eager", "rotary_pos_emb_implementation": "eager"}
@@ -52,45 +53,12 @@ def build(ops, arch="qwen3", **more):
     return model
 
 
-def run(model, **more):
-    ids = torch.arange(2, 24).reshape(2, 11)
-    model.zero_grad()
-    loss = model(input_ids=ids, labels=ids, **more).loss
-    loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach()} | grads
-
-
-def assert_near(found, expected):
-    assert found.keys() == expected.keys()
-    for name in found:
-        torch.testing.assert_close(found[name], expected[name], rtol=2e-4, atol=2e-6, msg=name)
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-
-
 @pytest.fixture
-def calls(monkeypatch):
+def calls(count_calls):
     """Calls of the kernel of all three, and of the rotation alone."""
     from opslot.ops.rotary_pos_emb import norm_triton, triton
 
-    seen = {"all": 0, "rotary": 0}
-
-    def count(owner, attribute, name):
-        inner = getattr(owner, attribute)
-
-        def counted(*args):
-            seen[name] += 1
-            return inner(*args)
-
-        monkeypatch.setattr(owner, attribute, counted)
-
-    count(norm_triton, "_norm_rotary", "all")
-    count(triton._Rotary, "apply", "rotary")
-    return seen
+    return count_calls(all=(norm_triton, "_norm_rotary"), rotary=(triton._Rotary, "apply"))
 
 
 @pytest.mark.quick("qwen3", "qwen3_5_text", "gemma3_text", "glm4_moe", "hunyuan_v1_dense")
@@ -126,6 +94,7 @@ def test_kernel_without_the_variant_uses_the_separate_slots():
     assert chosen["norm_full"] == ("eager", "torch_fused has no form of it; the slots of full serve")
 
 
+@pytest.mark.quick("eager-q_norm", "torch_fused-k_norm", "batch_invariant-q_norm")
 @pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
 @pytest.mark.parametrize("kernel", ["eager", "torch_fused", "batch_invariant"])
 def test_norm_bound_to_another_kernel_runs_alone(norm, kernel, calls):

@@ -9,6 +9,7 @@ from opslot.verify.random_model import packed_batches, random_ids, random_model,
 from opslot.verify.tiny import tiny_config
 
 
+@pytest.mark.quick("nemotron_h", "mamba2")
 @pytest.mark.parametrize("arch", ["bamba", "nemotron_h", "mamba2"])
 def test_eager_auto_and_packed(arch):
     found = check_architecture(arch, checks=("eager", "auto", "packed"))

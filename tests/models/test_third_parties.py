@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +116,15 @@ def test_forms_of_another_package(monkeypatch):
     register_forms([form], digest="1")
     assert collected.all_forms()[-1] is form
     assert collected.forms_digest() != before
+
+
+def test_key_of_generated_modules_depends_on_each_file_of_forms(monkeypatch):
+    before, content = collected.forms_digest(), collected._content
+    ops = Path(str(importlib.util.find_spec("opslot.ops").origin)).parent
+    for changed in sorted(ops.glob("*/*forms.py")):
+        with monkeypatch.context() as patch:
+            patch.setattr(collected, "_content", lambda file, c=changed: b"changed" if file == c else content(file))
+            assert collected.forms_digest() != before, changed
 
 
 def test_parallel_plan_of_a_class_is_used():

@@ -24,7 +24,7 @@ def test_every_variant_is_matched_in_some_architecture():
         for slots in releases.values():
             missing -= {slot.split(" ")[1] for slot in slots}
     # Architectures that a form names are probably those with the variants that are missing.
-    forms = "".join(file.read_text() for file in ops.glob("*/forms.py"))
+    forms = "".join(file.read_text() for file in ops.glob("*/*forms.py"))
     others = [file.parent.name for file in (Path(str(transformers.__file__)).parent / "models").glob("*/modeling_*.py")]
     for name in sorted({*others} - locked.keys(), key=lambda name: (f'"{name}"' not in forms, name)):
         if missing - _WITHOUT_SLOT:

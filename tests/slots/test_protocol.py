@@ -13,6 +13,7 @@ EMITTERS = (
     "models/discovery/",
     "ops/causal_conv1d/forms.py",
     "ops/chunk_gated_delta_rule/forms.py",
+    "ops/attention/mask_forms.py",
     "ops/attention/forms.py",
     "ops/mamba_chunk_scan/forms.py",
 )

@@ -84,7 +84,7 @@ def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
         pytest.param("ep", None, marks=pytest.mark.slow),
         (None, "sp and ep"),
         pytest.param("sp", "fsdp", marks=pytest.mark.slow),
-        ("fsdp", "ddp"),
+        pytest.param("fsdp", "ddp", marks=pytest.mark.slow),
         ("ddp", None),
     ],
 )
@@ -101,6 +101,7 @@ def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before,
     assert_same_curve(curve(tmp_path / "split"), curve(tmp_path / "straight"))
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("param_dtype", [None, "bfloat16"])
 def test_resumed_ddp_continues_bit_for_bit(ranks, write, tmp_path, param_dtype):
     changes = {"data_parallel_mode": "ddp", "fsdp": {"param_dtype": param_dtype}, "lr_scheduler": "constant"}

@@ -202,7 +202,6 @@ def test_aux_loss_of_a_step_is_the_mean_of_its_micro_batches(settings, tmp_path,
     assert record.loss == pytest.approx(5.56, abs=0.05)
 
 
-@pytest.mark.usefixtures("picture")
 def test_nan_loss_stops_the_run_and_keeps_checkpoints(train, settings, tmp_path, monkeypatch):
     settings["train"] |= {"checkpoint.save_steps": 1, "max_steps": 5}
     original = TextTrainer.split_loss

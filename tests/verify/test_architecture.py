@@ -27,6 +27,7 @@ def processes(forked_workers):
         yield pool
 
 
+@pytest.mark.quick("gemma3_text", "qwen3_next")
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gemma3_text", "qwen3_next"])
 def test_supported_architecture_passes(arch):
     found = check_architecture(arch, checks=ONE_PROCESS)
@@ -281,7 +282,7 @@ def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
         ("qwen2_5_omni", ("text", "image", "video", "audio", "mixed")),
         pytest.param("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("voxtral", ("text", "audio")),
-        ("granite_speech", ("text", "audio")),
+        pytest.param("granite_speech", ("text", "audio"), marks=pytest.mark.slow),
     ],
 )
 def test_every_modality_is_checked(arch, samples):
@@ -302,6 +303,8 @@ def test_every_modality_is_checked(arch, samples):
         # Sizes that must have a ratio to the hidden size of another part.
         ("muse_glimmer", ("text", "image", "video", "mixed")),
         ("fun_asr_nano", ("text", "audio")),
+        # Masks and sizes that the parameters of the forward name.
+        ("mllama", ("text", "image")),
     ],
 )
 def test_other_forms_of_images(arch, samples):
@@ -310,7 +313,7 @@ def test_other_forms_of_images(arch, samples):
     assert found.samples == samples
 
 
-@pytest.mark.quick("qwen2_audio-*", "fuyu-*", "mllama-*")
+@pytest.mark.quick("qwen2_audio-*", "fuyu-*")
 @pytest.mark.parametrize(
     ("arch", "samples"),
     [

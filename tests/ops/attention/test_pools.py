@@ -72,6 +72,7 @@ def seen_in_pools(scores_of, mask, top, with_tail):
     return found
 
 
+@pytest.mark.quick("*-True", "causal-False", "padding-False")
 @pytest.mark.parametrize("with_tail", [True, False])
 @pytest.mark.parametrize(
     "layout",

@@ -15,15 +15,7 @@ from dataclasses import dataclass
 from opslot.patchgen import PatchConfig, Slot, indexed_attention
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.source import nodes_below
-from opslot.slots.protocol import (
-    ALL_PADDING,
-    ATTENTION_OPTIONS,
-    COMPUTES_ATTENTION,
-    CU_SEQLENS_FOR_FLASH,
-    FIRST_PADDING,
-    MASKS_OF,
-    READS_PADDING,
-)
+from opslot.slots.protocol import ATTENTION_OPTIONS, COMPUTES_ATTENTION
 
 OP = "attention"
 _PLAIN = "softmax(scale q k + mask) v"
@@ -95,7 +87,7 @@ _SPARSE = {"indices", "block_indices"}
 # to read a mask.
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _FUSED = {"scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward"}
-_READS_BOOLS = "attention_mask.logical_not()"
+READS_BOOLS = "attention_mask.logical_not()"
 
 
 # Before 5.20, Pixtral makes a mask of the images' lengths, and none where a FlashAttention of Transformers runs.
@@ -174,67 +166,6 @@ class _Write:
         patch.add_import(_CALLS, ["cross_attention_argument"])
 
 
-_ASK_BINDING = """\
-from opslot.ops.attention.calls import or_bound_with_cu_seqlens
-
-is_flash_attention_requested = or_bound_with_cu_seqlens(is_flash_attention_requested)
-"""
-
-
-@dataclass(frozen=True)
-class CuSeqlensForFlash:
-    """Classes that separate sequences by cu_seqlens where a FlashAttention of Transformers runs, as towers do."""
-
-    def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        for name, forward in module.methods():
-            if _cu_seqlens_branches(module, forward):
-                yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
-
-
-# Hidden states of the first position, of the last one and of all.
-_FIRST = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)\[:, 0(?:, :)?\]")
-_LAST_OR_ALL = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)(?:\[:, -1(?:, :)?\]|\.mean\((?:dim=)?1\))")
-
-
-@dataclass(frozen=True)
-class ReadsPadding:
-    """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens, and
-    question answering, whose loss compares all positions with that of the answer."""
-
-    def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        for name, forward in module.methods() if module.called_by_methods("create_bidirectional_mask") else ():
-            text = module.text(forward)
-            if _LAST_OR_ALL.search(text):
-                yield ClassFact(name, READS_PADDING, ALL_PADDING)
-            elif _FIRST.search(text):
-                yield ClassFact(name, READS_PADDING, FIRST_PADDING)
-        for name in module.classes:
-            if "ForQuestionAnswering" in name:
-                yield ClassFact(name, READS_PADDING, ALL_PADDING)
-
-
-@dataclass(frozen=True)
-class MasksOfOneImplementation:
-    """Attention that reads any mask as one implementation makes it.
-
-    Sparse attention whose indexer adds any mask to scores: Transformers' sdpa gives it none, or one of bools, so that
-    GLM's in Transformers 5.9 selects and sees later tokens; so does Doge's, whose own mask is added to a causal one
-    where it gets one (up to 5.17). Attention without the interface that reads bools: Gemma 4's
-    of audio up to 5.17, which sees what eager attention's masks hide.
-    """
-
-    def find(self, module: ModuleView) -> Iterator[Skip | ClassFact]:
-        for name, forward in module.methods():
-            if _is_sparse(module, forward):
-                if _adds_given_masks(module):
-                    yield ClassFact(name, MASKS_OF, "eager")
-            elif _adds_own_mask(module, name):
-                yield ClassFact(name, MASKS_OF, "eager")
-            elif _READS_BOOLS in module.text(forward) and "Attention" in name:
-                yield ClassFact(name, MASKS_OF, "sdpa")
-                yield Skip(name, OP, "computes attention itself, with masks of bools")
-
-
 @dataclass(frozen=True)
 class OwnAttention:
     """Classes that compute attention themselves: no kernel that is selected for a model reaches them."""
@@ -249,7 +180,7 @@ class OwnAttention:
 def _computes_attention(module: ModuleView, name: str) -> bool:
     """Whether an attention class calls softmax between two products, or a function that does both."""
     text = module.text(name)
-    if not re.search(r"Attention|Attn", name) or "ALL_ATTENTION_FUNCTIONS" in text or _READS_BOOLS in text:
+    if not re.search(r"Attention|Attn", name) or "ALL_ATTENTION_FUNCTIONS" in text or READS_BOOLS in text:
         return False
     nodes = nodes_below(module.classes[name])
     called = [ast.unparse(node.func).rpartition(".")[2].lower() for node in nodes if isinstance(node, ast.Call)]
@@ -259,32 +190,13 @@ def _computes_attention(module: ModuleView, name: str) -> bool:
     return not _FUSED.isdisjoint(called) or ("softmax" in called and products > 1)
 
 
-def _is_sparse(module: ModuleView, forward: str) -> bool:
+def is_sparse(module: ModuleView, forward: str) -> bool:
     """Whether a method attends to the keys that an indexer selects."""
     calls = module.calls(forward, "attention_interface")
     return bool({keyword.arg for call in calls for keyword in call.keywords} & _SPARSE)
 
 
-def _adds_own_mask(module: ModuleView, name: str) -> bool:
-    """Whether a method of the class makes the mask of its attention, from the one that it gets if it gets one.
-
-    Not where the module asks for one always.
-    """
-    calls = (node for node in module.nodes if isinstance(node, ast.Call))
-    if any(keyword.arg == "allow_is_causal_skip" for call in calls for keyword in call.keywords):
-        return False
-    masks = {_mask_of(call) for call in module.calls(f"{name}.forward", "attention_interface")}
-    forward = module.upstream.find(f"{name}.forward")
-    assigned = (node for node in nodes_below(forward) if isinstance(node, ast.Assign)) if forward is not None else ()
-    makers = [
-        ast.unparse(node.value.func).removeprefix("self.")
-        for node in assigned
-        if ast.unparse(node.targets[0]) in masks and isinstance(node.value, ast.Call)
-    ]
-    return any("attention_mask is not None" in module.text(f"{name}.{maker}") for maker in makers)
-
-
-def _adds_given_masks(module: ModuleView) -> bool:
+def adds_given_masks(module: ModuleView) -> bool:
     """Whether a class's forward adds attention_mask to something where it is not None, whatever its dtype."""
     methods = (module.upstream.find(forward) for _, forward in module.methods())
     branches = (node for m in methods if m is not None for node in nodes_below(m) if isinstance(node, ast.If))
@@ -292,7 +204,7 @@ def _adds_given_masks(module: ModuleView) -> bool:
     return any(ast.unparse(statement).endswith(" + attention_mask") for body in given for statement in body)
 
 
-def _cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
+def cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
     """The text of each branch of a method that passes cu_seqlens to a FlashAttention of Transformers."""
     definition = module.upstream.find(forward)
     if definition is None or "is_flash_attention_requested" not in module.text(forward):
@@ -304,7 +216,7 @@ def _cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
 
 
 def _with_block_masks(module: ModuleView) -> Iterator[str]:
-    return (forward for _, forward in module.methods() if _NO_MASK in _cu_seqlens_branches(module, forward))
+    return (forward for _, forward in module.methods() if _NO_MASK in cu_seqlens_branches(module, forward))
 
 
 def _asks_for_flash(test: ast.expr) -> bool:
@@ -313,7 +225,7 @@ def _asks_for_flash(test: ast.expr) -> bool:
 
 def _has_cu_seqlens_for_mask(module: ModuleView) -> bool:
     """Whether a class passes cu_seqlens and no mask where a FlashAttention of Transformers runs."""
-    texts = (text for _, forward in module.methods() for text in _cu_seqlens_branches(module, forward))
+    texts = (text for _, forward in module.methods() for text in cu_seqlens_branches(module, forward))
     return any("attention_mask = None" in text for text in texts)
 
 
@@ -351,8 +263,8 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     indexed = variant == indexed_attention.VARIANT
     if indexed:
         given -= _SPARSE
-    elif _is_sparse(module, forward):
-        leaks = "; with Transformers' sdpa it would see later tokens" if _adds_given_masks(module) else ""
+    elif is_sparse(module, forward):
+        leaks = "; with Transformers' sdpa it would see later tokens" if adds_given_masks(module) else ""
         return f"attends to the keys that an indexer selects (sparse attention{leaks})"
     if given - _ARGUMENTS:
         return f"passes {', '.join(sorted(map(str, given - _ARGUMENTS)))} to attention"
@@ -366,14 +278,14 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
         return "attends to other states than its own, in another way than cross attention"
     # Queries of other cross attention, such as that of images' query tokens, may be broadcast over the batch.
     given_by = _is_given if variant == "causal" else _is_unchanged
-    if not indexed and any((text := _mask_of(call)) and not given_by(module, forward, text) for call in calls):
+    if not indexed and any((text := mask_of(call)) and not given_by(module, forward, text) for call in calls):
         return "changes the attention mask"
     if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
         return "does not state whether it is causal"
     reader = _reads_masks_too(module)
     if reader:
         return f"gets masks that {reader} reads too"
-    by_mask = any(_mask_of(call) for call in calls) and not _has_cu_seqlens_for_mask(module)
+    by_mask = any(mask_of(call) for call in calls) and not _has_cu_seqlens_for_mask(module)
     return other_masks(module, needed=variant != "bidirectional", by_mask=by_mask)
 
 
@@ -404,7 +316,7 @@ def _cross_calls(module: ModuleView, forward: str) -> tuple[str, Counter[str]] |
     return (f"{states} is not None", calls) if _is_unchanged(module, forward, states) else None
 
 
-def _mask_of(call: ast.Call) -> str:
+def mask_of(call: ast.Call) -> str:
     """The source text of a call's mask, or "" for none."""
     value = call.args[4] if len(call.args) > 4 else _argument(call, "attention_mask")
     return "" if value is None or (isinstance(value, ast.Constant) and value.value is None) else ast.unparse(value)
@@ -498,10 +410,4 @@ def other_masks(module: ModuleView, needed: bool = True, by_mask: bool = False) 
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 
 
-FORMS = (
-    Attention(),
-    OwnAttention(),
-    CuSeqlensForFlash(),
-    ReadsPadding(),
-    MasksOfOneImplementation(),
-)
+FORMS = (Attention(), OwnAttention())

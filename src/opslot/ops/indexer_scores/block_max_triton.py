@@ -12,11 +12,19 @@ from torch import Tensor
 
 from opslot._base.jit import dot
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.arguments import adjacent, in_autocast_dtype, reject, require_floats
+from opslot.ops._common.arguments import adjacent, reject, require_floats
 from opslot.ops._common.custom_op import launch_op
-from opslot.ops.indexer_scores.triton import WIDEST, Tile
+from opslot.ops.indexer_scores.triton import (
+    KERNEL,
+    Tile,
+    bounds_strides,
+    in_one_dtype,
+    layout,
+    load_tile,
+    require_heads,
+    seen_keys,
+)
 
-_KERNEL = "indexer_scores_implementation='triton'"
 # These fit into 99 KiB of shared memory, that of the smallest supported GPUs.
 _HALF, _WIDE = Tile(128, 64, 4, 2), Tile(32, 64, 4, 1)
 
@@ -27,22 +35,16 @@ def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Te
     Raises:
         KernelError: unsupported shapes, dtypes or devices.
     """
-    require_floats(_KERNEL, query=query, key=key)
-    batch, length, _, width = query.shape
-    if width > WIDEST:
-        reject(_KERNEL, "query", f"its head size is {width}, supported are sizes up to {WIDEST}", "use eager")
-    if key.dim() != 3 or key.shape[0] != batch or key.shape[2] != width:
-        found = f"its shape is {tuple(key.shape)} beside query's {tuple(query.shape)}"
-        reject(_KERNEL, "key", found, "pass one head of keys [B, T, D]")
+    require_floats(KERNEL, query=query, key=key)
+    batch, length, _, _ = query.shape
+    require_heads(query, key)
     for name, bounds, size in (("blocks", blocks, blocks.shape[-1]), ("visible", visible, length)):
         if bounds.dim() != 3 or bounds.shape != (2, bounds.shape[1], size) or bounds.shape[1] not in (1, batch):
-            reject(_KERNEL, name, f"its shape is {tuple(bounds.shape)}", f"pass int32 [2, B or 1, {size}]")
+            reject(KERNEL, name, f"its shape is {tuple(bounds.shape)}", f"pass int32 [2, B or 1, {size}]")
         if bounds.dtype != torch.int32:
-            reject(_KERNEL, name, f"it is {bounds.dtype}", f"pass int32 [2, B or 1, {size}]")
-    query, key = in_autocast_dtype(query, key)
-    dtype = torch.promote_types(query.dtype, key.dtype)
+            reject(KERNEL, name, f"it is {bounds.dtype}", f"pass int32 [2, B or 1, {size}]")
     with torch.no_grad():
-        return _scores(query.to(dtype), key.to(dtype), blocks, visible)
+        return _scores(*in_one_dtype(query, key), blocks, visible)
 
 
 @triton.jit(do_not_specialize=["queries", "heads", "count"])
@@ -77,7 +79,6 @@ def _block_max_kernel(
     block = tl.program_id(0) % count
     token = tl.program_id(0) // count * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = token < queries
-    column = tl.arange(0, D)
     # Known to be multiples of UNIT, which loads of 16 bytes require.
     q_token_stride = q_token_stride // UNIT * UNIT
     k_token_stride = k_token_stride // UNIT * UNIT
@@ -89,17 +90,15 @@ def _block_max_kernel(
     first = tl.load(blocks_ptr)
     last = tl.minimum(tl.load(blocks_ptr + blocks_size), tl.max(end, 0))
     q_ptr += b * (q_batch_stride // UNIT * UNIT) + head.to(tl.int64) * (q_head_stride // UNIT * UNIT)
-    q_mask = valid[:, None] & (column < WIDTH)[None, :]
-    q = tl.load(q_ptr + token.to(tl.int64)[:, None] * q_token_stride + column[None, :], mask=q_mask, other=0.0)
+    q = load_tile(q_ptr, token, q_token_stride, valid, WIDTH, D)
     k_ptr += b * (k_batch_stride // UNIT * UNIT)
     highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     for at in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         key = at + tl.arange(0, BLOCK_N)
         inside = key < last
-        k_mask = inside[:, None] & (column < WIDTH)[None, :]
-        k = tl.load(k_ptr + key.to(tl.int64)[:, None] * k_token_stride + column[None, :], mask=k_mask, other=0.0)
+        k = load_tile(k_ptr, key, k_token_stride, inside, WIDTH, D)
         products = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
-        seen = inside[None, :] & (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+        seen = inside[None, :] & seen_keys(key, start, end)
         highest = tl.maximum(highest, tl.max(tl.where(seen, products, float("-inf")), 1))
     out_ptr += ((b * heads + head) * queries + token.to(tl.int64)) * count + block
     tl.store(out_ptr, highest, mask=valid)
@@ -118,15 +117,12 @@ def _run(out: Tensor, query: Tensor, key: Tensor, blocks: Tensor, visible: Tenso
         return
     query, key, blocks, visible = map(adjacent, (query, key, blocks, visible))
     batch, length, heads, width = query.shape
-    strides = (*query.stride()[:3], *key.stride()[:2])
-    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    columns = max(16, triton.next_power_of_2(width))
+    strides, unit, columns = layout(query, key)
     size = _WIDE if query.element_size() > 2 or columns > 128 else _HALF
-    bounds = [stride for x in (blocks, visible) for stride in (x.stride(1) if x.shape[1] > 1 else 0, x.stride(0))]
     _launch(
         (cdiv(length, size.queries) * out.shape[3], batch * heads, 1),
         (query, key, blocks, visible, out),
-        (*strides, *bounds),
+        (*strides, *bounds_strides(blocks), *bounds_strides(visible)),
         (length, heads, out.shape[3]),
         (width, columns, unit, size.queries, size.keys, size.stages),
         size.warps,

@@ -18,8 +18,8 @@ from opslot.ops._common.arguments import adjacent, in_autocast_dtype, reject, re
 from opslot.ops._common.custom_op import launch_op
 from opslot.ops._common.specs import H200
 
-_KERNEL = "indexer_scores_implementation='triton'"
-WIDEST = 256
+KERNEL = "indexer_scores_implementation='triton'"
+_WIDEST = 256
 
 
 def standard(query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, visible: Tensor | None = None) -> Tensor:
@@ -28,25 +28,36 @@ def standard(query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, vi
     Raises:
         KernelError: unsupported shapes, dtypes or devices.
     """
-    require_floats(_KERNEL, query=query, key=key, weights=weights)
-    batch, length, heads, width = query.shape
-    if width > WIDEST:
-        reject(_KERNEL, "query", f"its head size is {width}, supported are sizes up to {WIDEST}", "use eager")
-    if key.dim() != 3 or key.shape[0] != batch or key.shape[2] != width:
-        found = f"its shape is {tuple(key.shape)} beside query's {tuple(query.shape)}"
-        reject(_KERNEL, "key", found, "pass one head of keys [B, T, D]")
+    require_floats(KERNEL, query=query, key=key, weights=weights)
+    batch, length, heads, _ = query.shape
+    require_heads(query, key)
     if weights.shape != (batch, length, heads):
         found = f"its shape is {tuple(weights.shape)} beside query's {tuple(query.shape)}"
-        reject(_KERNEL, "weights", found, "pass one weight per query and head")
+        reject(KERNEL, "weights", found, "pass one weight per query and head")
     if visible is not None and (visible.shape[0] != 2 or visible.shape[2] != length or visible.is_floating_point()):
         found = f"it is {visible.dtype} {tuple(visible.shape)} for {length} queries"
-        reject(_KERNEL, "visible", found, "pass int32 [2, B or 1, S]")
+        reject(KERNEL, "visible", found, "pass int32 [2, B or 1, S]")
     if scale <= 0:
-        reject(_KERNEL, "scale", f"it is {scale}", "pass a positive factor")
+        reject(KERNEL, "scale", f"it is {scale}", "pass a positive factor")
+    with torch.no_grad():
+        return _scores(*in_one_dtype(query, key), weights, visible, scale)
+
+
+def require_heads(query: Tensor, key: Tensor) -> None:
+    """Raise KernelError unless queries are [B, S, H, D] and keys one head [B, T, D] of a supported size."""
+    batch, _, _, width = query.shape
+    if width > _WIDEST:
+        reject(KERNEL, "query", f"its head size is {width}, supported are sizes up to {_WIDEST}", "use eager")
+    if key.dim() != 3 or key.shape[0] != batch or key.shape[2] != width:
+        found = f"its shape is {tuple(key.shape)} beside query's {tuple(query.shape)}"
+        reject(KERNEL, "key", found, "pass one head of keys [B, T, D]")
+
+
+def in_one_dtype(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in autocast's dtype, or in the one that their dtypes promote to."""
     query, key = in_autocast_dtype(query, key)
     dtype = torch.promote_types(query.dtype, key.dtype)
-    with torch.no_grad():
-        return _scores(query.to(dtype), key.to(dtype), weights, visible, scale)
+    return query.to(dtype), key.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,20 @@ def tile(element_bytes: int, columns: int, capability: tuple[int, int] | None) -
     if element_bytes > 2 or columns > 128:
         return _WIDE
     return _H200_HALF if capability == H200 else _HALF
+
+
+@triton.jit
+def load_tile(ptr, index, stride, valid, WIDTH: tl.constexpr, D: tl.constexpr):
+    """[len(index), D]: `WIDTH` channels of the tokens or keys `index`, and zeros."""
+    column = tl.arange(0, D)
+    mask = valid[:, None] & (column < WIDTH)[None, :]
+    return tl.load(ptr + index.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def seen_keys(key, start, end):
+    """[queries, keys]: whether a query, which sees the keys from `start` to `end`, sees `key`."""
+    return (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "heads"])
@@ -103,7 +128,6 @@ def _scores_kernel(
     token = tl.program_id(0) // key_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     key = tl.program_id(0) % key_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     valid, inside = token < queries, key < keys
-    column = tl.arange(0, D)
     # Known to be multiples of UNIT, which loads of 16 bytes require.
     q_token_stride = q_token_stride // UNIT * UNIT
     q_head_stride = q_head_stride // UNIT * UNIT
@@ -113,12 +137,12 @@ def _scores_kernel(
         visible_ptr += b * visible_stride + token
         start = tl.load(visible_ptr, mask=valid, other=0)
         end = tl.load(visible_ptr + visible_size, mask=valid, other=0)
-        seen = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+        seen = seen_keys(key, start, end)
         heads = tl.where(tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0, heads, 0)
     k_ptr += b * (k_batch_stride // UNIT * UNIT)
-    k_mask = inside[:, None] & (column < WIDTH)[None, :]
-    k = tl.load(k_ptr + key.to(tl.int64)[:, None] * k_token_stride + column[None, :], mask=k_mask, other=0.0)
+    k = load_tile(k_ptr, key, k_token_stride, inside, WIDTH, D)
     q_ptr += b * (q_batch_stride // UNIT * UNIT)
+    column = tl.arange(0, D)
     q_pointers = q_ptr + token.to(tl.int64)[:, None] * q_token_stride + column[None, :]
     q_mask = valid[:, None] & (column < WIDTH)[None, :]
     weights_ptr += b * weights_batch_stride + token.to(tl.int64) * weights_token_stride
@@ -142,6 +166,18 @@ def _allocate(query: Tensor, key: Tensor, *options: object) -> Tensor:
     return query.new_empty(*query.shape[:2], key.shape[1], dtype=torch.float32)
 
 
+def layout(query: Tensor, key: Tensor) -> tuple[tuple[int, ...], int, int]:
+    """The strides of queries and keys, the number that divides them, and the columns of their tiles."""
+    strides = (*query.stride()[:3], *key.stride()[:2])
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    return strides, unit, max(16, triton.next_power_of_2(query.shape[-1]))
+
+
+def bounds_strides(bounds: Tensor) -> tuple[int, int]:
+    """Of [2, B or 1, S]: the stride of a sample, 0 where all have the same bounds, and that from start to end."""
+    return bounds.stride(1) if bounds.shape[1] > 1 else 0, bounds.stride(0)
+
+
 def _run(out: Tensor, query: Tensor, key: Tensor, weights: Tensor, visible: Tensor | None, scale: float) -> None:
     if out.numel() == 0:
         return
@@ -149,13 +185,11 @@ def _run(out: Tensor, query: Tensor, key: Tensor, weights: Tensor, visible: Tens
     # Of a head, the weights of adjacent queries are adjacent.
     weights = weights.transpose(1, 2).contiguous()
     batch, length, heads, width = query.shape
-    strides = (*query.stride()[:3], *key.stride()[:2])
-    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    columns = max(16, triton.next_power_of_2(width))
+    strides, unit, columns = layout(query, key)
     size = tile(query.element_size(), columns, compute_capability(query.device))
     if visible is not None:
         visible = adjacent(visible)
-    limits = (0, 0) if visible is None else (visible.stride(1) if visible.shape[1] > 1 else 0, visible.stride(0))
+    limits = (0, 0) if visible is None else bounds_strides(visible)
     _launch(
         (cdiv(length, size.queries) * cdiv(key.shape[1], size.keys), batch, 1),
         (query, key, weights, visible, out),

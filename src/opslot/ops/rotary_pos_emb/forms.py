@@ -1,341 +1,23 @@
-"""Transformers code that rotary_pos_emb replaces: the calls of a rotary function. No torch here.
+"""Transformers code that rotary_pos_emb replaces: calls of a rotary function, alone and with what surrounds them.
 
-A rotary function depends on its `rotate_half` or equivalent, so both are matched.
+Does not import torch.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-# Discovery loads the forms of rms_norm first, so this does not import its package, which imports torch.
+# Discovery loads these two first, so this does not import their packages, which import torch.
 from opslot.ops.rms_norm.forms import NORMS
+from opslot.ops.rotary_pos_emb.apply_forms import OP, ROWS, RotaryForm, RotaryFunctions, mismatch, rotary_functions
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
+from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed
 from opslot.patchgen.normed_heads import NormedHeads, normed_heads
-from opslot.patchgen.source import nodes_below
 from opslot.patchgen.split_tensors import SplitTensor, split_and_concatenated
-
-OP = "rotary_pos_emb"
-# (x1, x2) -> (-x2, x1) on the halves of the last dimension.
-_HALF = ("rotate_half", "3d488c0cec66")
-# (x0, x1, ...) -> (-x1, x0, ...) on neighboring channels, written in two ways.
-_PAIRS, _PAIRS_STACKED = "6f3523dffdca", "7f8ef8d4ac78"
-_NEOX = "x * cos + rotate_half(x) * sin over the full head"
-_GPTJ = "neighboring channels are rotated in place"
-# What a variant with one cos and sin per pair takes of those that have one per channel.
-_FIRST_HALF, _EVERY_SECOND = ".chunk(2, dim=-1)[0]", "[..., ::2]"
-
-
-@dataclass(frozen=True)
-class RotaryForm(Reviewed):
-    """A rotary function.
-
-    Attributes:
-        rotation: the function that decides what it means, with its fingerprint; None where there is none.
-        per_pair: subscript or method that takes one entry per pair of `cos` and `sin`; "" to pass them as they are.
-        options: further arguments of the kernel.
-        complex_angles: in place of both, one complex tensor has cos + i sin of each pair.
-        optional_keys: only calls with queries and keys have a slot.
-        slot_name: a class may call two forms, which then need slots of different names.
-    """
-
-    rotation: tuple[str, str] | None = _HALF
-    per_pair: str = ""
-    complex_angles: bool = False
-    options: tuple[str, ...] = ()
-    optional_keys: bool = False
-    slot_name: str | None = None
-
-    def matches(self, module: ModuleView, name: str) -> bool:
-        helper = self.rotation
-        return module.fingerprint(name) == self.hash and (helper is None or module.fingerprint(helper[0]) == helper[1])
-
-    @property
-    def slot(self) -> Slot:
-        return Slot(OP, self.variant, name=self.slot_name)
-
-    @property
-    def parameters(self) -> list[str]:
-        """What the function takes by position."""
-        return (
-            ["q", "k", "freqs_cis"] if self.complex_angles else _ARGUMENTS.get(self.variant, ["q", "k", "cos", "sin"])
-        )
-
-    def kernel_arguments(self, arguments: Sequence[str]) -> str:
-        """The kernel's arguments for those of the function."""
-        q, k, *angles = arguments
-        if self.complex_angles:
-            angles = [f"{angles[0]}.real", f"{angles[0]}.imag", *self.options]
-        elif self.per_pair:
-            angles = [f"{angle}{self.per_pair}" for angle in angles]
-        return ", ".join([q, k, *angles])
-
-
-def _upcast(*rows: tuple[str, str]) -> tuple[RotaryForm, ...]:
-    return tuple(RotaryForm(hash_, "full_fp32", f"{_NEOX}, in fp32, cast back", seen) for hash_, seen in rows)
-
-
-def _partial(*rows: tuple[str, str]) -> tuple[RotaryForm, ...]:
-    computes = "the same for the first channels of a head, as many as cos has"
-    return tuple(RotaryForm(hash_, "partial", computes, seen) for hash_, seen in rows)
-
-
-ROWS = (
-    RotaryForm("be80094eafa5", "full", _NEOX, "llama, qwen2, qwen3, mistral, gemma and 113 more"),
-    *_upcast(
-        ("05991b40438a", "olmo, olmo2, olmo3, olmo_hybrid, flex_olmo, lfm3"),
-        ("f497ffb90cf6", "modernbert, modernbert_decoder, esm, evolla"),
-        ("608a2b7a16b5", "hunyuan_vl"),
-    ),
-    RotaryForm("9fd25804c00b", "single", "the same for one tensor", "gemma3n, gemma4, diffusion_gemma"),
-    *(
-        RotaryForm(
-            hash_,
-            "half_cos_sin",
-            "halves are rotated, one cos and sin per pair",
-            seen,
-            rotation=("_apply_rotary_emb", "6e04c918052c"),
-        )
-        for hash_, seen in (("53e758234267", "gpt_oss"), ("9b61b7e1a702", "gpt_oss before 5.13"))
-    ),
-    *_partial(
-        ("7eaf8d324cc4", "glm4_moe, gpt_neox, bamba and 13 more"),
-        ("24f8d9a2e4fe", "phi3, phi4_multimodal"),
-        ("33e92bf9aa90", "nemotron"),
-        ("ff1b505dc9ad", "glmasr"),
-    ),
-    # Calls with queries alone, such as those of an indexer, keep Transformers' code.
-    RotaryForm("8d07fa29f03a", "partial", "the same, keys being optional", "qwen4_exp", optional_keys=True),
-    RotaryForm(
-        "04cc4c575bb9",
-        "vision",
-        "the first channels of [S, heads, D], as many as cos has",
-        "minimax_m3_vl",
-        slot_name="rotary_pos_emb_vision",
-    ),
-    RotaryForm(
-        "a4ac2dbfb6ed",
-        "vision",
-        "over the full head of [S, heads, D] in fp32, cast back",
-        "qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v and 21 more",
-        slot_name="rotary_pos_emb_vision",
-    ),
-    RotaryForm(
-        "652a20e8c59c",
-        "gptj_to_neox",
-        "neighboring channels are rotated, and leave as halves",
-        "deepseek_v3, deepseek_v32, glm4_moe_lite and 8 more, from 5.17",
-        rotation=None,
-        slot_name="rotary_pos_emb_interleaved",
-    ),
-    RotaryForm(
-        "15340b7ac99e",
-        "gptj_to_neox",
-        "the same by way of rotate_half",
-        "deepseek_v3, glm4_moe_lite, before 5.17",
-        slot_name="rotary_pos_emb_interleaved",
-    ),
-    RotaryForm(
-        "53e758234267",
-        "gptj",
-        f"{_GPTJ}, one cos and sin per pair",
-        "openai_privacy_filter",
-        rotation=("_apply_rotary_emb", "5bfb91e9b47c"),
-    ),
-    *(
-        RotaryForm(
-            hash_,
-            "gptj",
-            f"{_GPTJ} by the first half of cos and sin",
-            seen,
-            rotation=("rotate_half", _PAIRS),
-            per_pair=_FIRST_HALF,
-        )
-        for hash_, seen in (("092e097bf36a", "glm, glm4, moonshine"), ("9fb401b5b413", "helium"))
-    ),
-    RotaryForm(
-        "be80094eafa5",
-        "gptj",
-        f"{_GPTJ}, one cos and sin per channel",
-        "blt",
-        rotation=("rotate_half", _PAIRS_STACKED),
-        per_pair=_EVERY_SECOND,
-    ),
-    RotaryForm(
-        "aa3efe91972a",
-        "gptj",
-        f"{_GPTJ}, one cos and sin per channel",
-        "glm4v, glm_ocr",
-        rotation=("rotate_half_llm", _PAIRS),
-        per_pair=_EVERY_SECOND,
-    ),
-    RotaryForm(
-        "b7a7d38556e0",
-        "gptj_fp32",
-        f"{_GPTJ} by the first half of cos and sin, in fp32, cast back",
-        "ernie4_5, ernie4_5_moe",
-        rotation=("rotate_half", _PAIRS),
-        per_pair=_FIRST_HALF,
-    ),
-    RotaryForm(
-        "613cf3a05c96",
-        "gptj_fp32",
-        f"{_GPTJ}, one cos and sin per channel, in fp32, cast back",
-        "cohere, cohere2, cohere2_moe",
-        rotation=("rotate_half", _PAIRS_STACKED),
-        per_pair=_EVERY_SECOND,
-    ),
-    RotaryForm(
-        "21a09e5fb4e2",
-        "gptj_fp32",
-        f"{_GPTJ}, one cos and sin per channel, in fp32, cast back",
-        "ernie4_5_vl_moe",
-        rotation=("rotate_half_text", _PAIRS),
-        per_pair=_EVERY_SECOND,
-    ),
-    *(
-        RotaryForm(
-            hash_,
-            "gptj_fp32",
-            f"{_GPTJ} by multiplying complex numbers, in fp32, cast back",
-            seen,
-            rotation=None,
-            complex_angles=True,
-            options=options,
-        )
-        for hash_, seen, options in (
-            ("8660734764a0", "deepseek_v2", ()),
-            ("9d8e823084d8", "llama4", ("unsqueeze_dim=2",)),
-        )
-    ),
-    RotaryForm(
-        "c111796a2fc0",
-        "multimodal",
-        f"{_NEOX}, after merging the cos and sin of three axes by sections",
-        "qwen2_vl, qwen2_5_vl, qwen2_5_omni, paddleocr_vl, before 5.17",
-    ),
-)
-
-# Forwards of rotary embeddings that give neighboring channels one angle, with the method that merges three axes.
-_ONE_ANGLE_PER_PAIR = {
-    # blt, cohere, cohere2; 5.18, and before
-    ("4102bfc785b5", None),
-    ("0e13436351db", None),
-    ("0553e142816f", None),
-    # glm4v, glm_ocr; 5.18, and 5.17
-    ("bde94eb37424", "2b92f5b67232"),
-    ("f81458ec4576", "2b92f5b67232"),
-    ("dbbe57629bd1", "2b92f5b67232"),
-    # ernie4_5_vl_moe; 5.18, and 5.17
-    ("9b7b66695131", "d2ffb835b958"),
-    ("6ee9e41d71dc", "d2ffb835b958"),
-    ("676bdcde1fe2", "d2ffb835b958"),
-}
-
-
-@dataclass(frozen=True)
-class RotaryFunctions:
-    """Module-level functions named `apply_*rotary*`."""
-
-    rows: tuple[RotaryForm, ...]
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, form in _functions(module, self.rows):
-            reason = _mismatch(module, name, form)
-            if form is None or reason:
-                yield Skip(name, OP, reason)
-            else:
-                yield _match(module, name, form)
-
-
-def _functions(module: ModuleView, rows: tuple[RotaryForm, ...]) -> Iterator[tuple[str, RotaryForm | None]]:
-    """The rotary functions of a module with their forms, None for others than the reviewed ones."""
-    for name in module.upstream.symbol_names:
-        if re.fullmatch(r"apply_\w*rotary\w*", name):
-            yield name, next((row for row in rows if row.matches(module, name)), None)
-
-
-def _mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
-    """Why the calls of a rotary function can't have a slot, or ""."""
-    if form is None:
-        return "rotates in another way than the reviewed forms"
-    if form.per_pair == _EVERY_SECOND and not _one_angle_per_pair(module):
-        return "may rotate two channels of a pair by different or learned angles"
-    if any(_has_trained_angles(module, method) for method in module.calls_by_method):
-        return "rotates by trained angles, and its kernels have no gradient for them"
-    options = set() if form.per_pair or form.complex_angles else {"unsqueeze_dim"}
-    calls = [call for calls in _calls(module, name, form).values() for call in calls]
-    if not calls or not all(_takes(call, len(form.parameters), options) for call in calls):
-        return f"is called with other arguments than {', '.join(form.parameters)}"
-    if not module.called_by_methods(name):
-        return "is not called by a method, or by one without a self to hold a slot"
-    return ""
-
-
-def _has_trained_angles(module: ModuleView, method: str) -> bool:
-    """Whether a method takes the cosine of what it computes from a parameter, such as MLCD's of its class token."""
-    definition = module.upstream.find(method)
-    assert definition is not None
-    if ".cos()" not in module.text(method):
-        return False
-    made = re.findall(r"(self\.\w+) = nn\.Parameter\(", module.text(f"{method.partition('.')[0]}.__init__"))
-    trained = set(made)
-    for node in nodes_below(definition):
-        if isinstance(node, ast.Assign) and trained & {ast.unparse(part) for part in ast.walk(node.value)}:
-            trained |= {ast.unparse(target) for target in node.targets}
-    return bool(made) and any(f"{name}.cos()" in module.text(method) for name in trained)
-
-
-_ARGUMENTS = {"single": ["x", "cos", "sin"], "multimodal": ["q", "k", "cos", "sin", "mrope_section"]}
-
-
-def _one_angle_per_pair(module: ModuleView) -> bool:
-    """Whether all rotary embeddings of the module give neighboring channels one angle."""
-    makers = [name for name in module.classes if re.search(r"(?<!Vision)RotaryEmbedding$", name)]
-    found = {
-        (module.fingerprint(f"{maker}.forward"), module.fingerprint(f"{maker}.recomposition_frequencies"))
-        for maker in makers
-    }
-    return bool(found) and found <= _ONE_ANGLE_PER_PAIR
-
-
-def _calls(module: ModuleView, name: str, form: RotaryForm) -> dict[str, list[ast.Call]]:
-    """The calls of a rotary function by method, those that have a slot."""
-    found = {
-        method: [call for call in calls if not form.optional_keys or len(call.args) > 1]
-        for method, calls in module.callers(name).items()
-    }
-    return {method: calls for method, calls in found.items() if calls}
-
-
-def _takes(call: ast.Call, arguments: int, options: set[str]) -> bool:
-    """Whether a call passes that many positional arguments, none of them None, and at most `options` by keyword."""
-    none = any(isinstance(argument, ast.Constant) and argument.value is None for argument in call.args)
-    return len(call.args) == arguments and not none and {keyword.arg for keyword in call.keywords} <= options
-
-
-def _match(module: ModuleView, name: str, form: RotaryForm) -> Match:
-    def write(patch: PatchConfig) -> None:
-        if form.per_pair or form.complex_angles or form.optional_keys:
-            arguments = [f"${argument}" for argument in form.parameters]
-            for method, calls in _calls(module, name, form).items():
-                patch.slot_expr(
-                    method,
-                    form.slot,
-                    f"{name}({', '.join(arguments)})",
-                    args=form.kernel_arguments(arguments),
-                    count=len(calls),
-                )
-        else:
-            expects = {name: form.hash} | ({form.rotation[0]: form.rotation[1]} if form.rotation else {})
-            patch.slot_calls(name, form.slot, expects=expects)
-
-    return Match(name, OP, form.variant, write)
-
 
 # What a rotary function computes -> the variant that computes it of the last channels of queries.
 _OF_LAST_CHANNELS = {
@@ -372,7 +54,7 @@ class LatentQueries:
                 value=ast.Call(func=ast.Name(id=name), args=[ast.Name(id=q), *_]),
             ) if q == q_out == last:
                 form = next((row for row in self.rows if row.matches(module, name)), None)
-                if form is not None and form.variant in _OF_LAST_CHANNELS and not _mismatch(module, name, form):
+                if form is not None and form.variant in _OF_LAST_CHANNELS and not mismatch(module, name, form):
                     return form
         return None
 
@@ -443,8 +125,8 @@ class NormedAndRotated:
     def find(self, module: ModuleView) -> Iterator[Match]:
         rotations = [
             (name, form)
-            for name, form in _functions(module, self.rows)
-            if form and form.variant in _WITH_NORM and not _mismatch(module, name, form)
+            for name, form in rotary_functions(module, self.rows)
+            if form and form.variant in _WITH_NORM and not mismatch(module, name, form)
         ]
         for owner, method in module.methods():
             definition = module.upstream.find(method)

@@ -19,6 +19,8 @@ from opslot.ops.attention.kernels.forward import (
     seen_interval,
     store_tile,
     tanh,
+    tile_of_program,
+    tokens_of,
 )
 from opslot.ops.attention.kernels.selected_tiles import selected, tile_list
 
@@ -87,15 +89,9 @@ def _dq_kernel(
     STAGES: tl.constexpr,
 ):
     """dq, and delta = sum(dout * out) of each row."""
-    kv_head = tl.program_id(0) % kv_heads
-    b = tl.program_id(0) // kv_heads % batch
-    first_row = (tl.num_programs(0) // (kv_heads * batch) - 1 - tl.program_id(0) // (kv_heads * batch)) * BLOCK_M
     rows = queries * GROUP
-    row = first_row + tl.arange(0, BLOCK_M)
-    valid = row < rows
-    token = row // GROUP
-    first_token = first_row // GROUP
-    last_token = (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
+    kv_head, b, first_row = tile_of_program(kv_heads, batch, BLOCK_M)
+    row, valid, token, first_token, last_token = tokens_of(first_row, rows, GROUP, BLOCK_M)
     heads = kv_heads * GROUP
 
     dout_token_stride = dout_token_stride // UNIT * UNIT

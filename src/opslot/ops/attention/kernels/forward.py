@@ -50,6 +50,25 @@ def store_tile(base_ptr, offsets, valid, x, FIRST: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
+def tile_of_program(kv_heads, batch, BLOCK_M: tl.constexpr):
+    """The key head, the sample and the first row of a program. Those of the last rows take longest under causality, and
+    come first.
+    """
+    kv_head = tl.program_id(0) % kv_heads
+    b = tl.program_id(0) // kv_heads % batch
+    first_row = (tl.num_programs(0) // (kv_heads * batch) - 1 - tl.program_id(0) // (kv_heads * batch)) * BLOCK_M
+    return kv_head, b, first_row
+
+
+@triton.jit
+def tokens_of(first_row, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The rows of a tile, which of them exist, their tokens, and the first and the last of these."""
+    row = first_row + tl.arange(0, BLOCK_M)
+    last_token = (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
+    return row, row < rows, row // GROUP, first_row // GROUP, last_token
+
+
+@triton.jit
 def row_offsets(row, first_token, token_stride, head_stride, GROUP: tl.constexpr):
     """Offsets of rows from `first_token`."""
     return (row // GROUP - first_token) * token_stride + (row % GROUP) * head_stride
@@ -150,16 +169,9 @@ def _forward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # The last rows first: under causality they take longest.
-    kv_head = tl.program_id(0) % kv_heads
-    b = tl.program_id(0) // kv_heads % batch
-    first_row = (tl.num_programs(0) // (kv_heads * batch) - 1 - tl.program_id(0) // (kv_heads * batch)) * BLOCK_M
     rows = queries * GROUP
-    row = first_row + tl.arange(0, BLOCK_M)
-    valid = row < rows
-    token = row // GROUP
-    first_token = first_row // GROUP
-    last_token = (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
+    kv_head, b, first_row = tile_of_program(kv_heads, batch, BLOCK_M)
+    row, valid, token, first_token, last_token = tokens_of(first_row, rows, GROUP, BLOCK_M)
     # Known to be multiples of UNIT, which loads of 16 bytes require.
     q_token_stride = q_token_stride // UNIT * UNIT
     q_head_stride = q_head_stride // UNIT * UNIT

@@ -1,0 +1,96 @@
+"""How classes of a module separate sequences and read masks and padding. Does not import torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Discovery loads it first, so this does not import its package, which imports torch.
+from opslot.ops.attention.forms import OP, READS_BOOLS, adds_given_masks, cu_seqlens_branches, is_sparse, mask_of
+from opslot.patchgen.forms import ClassFact, ModuleView, Skip
+from opslot.patchgen.source import nodes_below
+from opslot.slots.protocol import ALL_PADDING, CU_SEQLENS_FOR_FLASH, FIRST_PADDING, MASKS_OF, READS_PADDING
+
+_ASK_BINDING = """\
+from opslot.ops.attention.calls import or_bound_with_cu_seqlens
+
+is_flash_attention_requested = or_bound_with_cu_seqlens(is_flash_attention_requested)
+"""
+
+
+@dataclass(frozen=True)
+class CuSeqlensForFlash:
+    """Classes that separate sequences by cu_seqlens where a FlashAttention of Transformers runs, as towers do."""
+
+    def find(self, module: ModuleView) -> Iterator[ClassFact]:
+        for name, forward in module.methods():
+            if cu_seqlens_branches(module, forward):
+                yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
+
+
+# Hidden states of the first position, of the last one and of all.
+_FIRST = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)\[:, 0(?:, :)?\]")
+_LAST_OR_ALL = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)(?:\[:, -1(?:, :)?\]|\.mean\((?:dim=)?1\))")
+
+
+@dataclass(frozen=True)
+class ReadsPadding:
+    """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens, and
+    question answering, whose loss compares all positions with that of the answer."""
+
+    def find(self, module: ModuleView) -> Iterator[ClassFact]:
+        for name, forward in module.methods() if module.called_by_methods("create_bidirectional_mask") else ():
+            text = module.text(forward)
+            if _LAST_OR_ALL.search(text):
+                yield ClassFact(name, READS_PADDING, ALL_PADDING)
+            elif _FIRST.search(text):
+                yield ClassFact(name, READS_PADDING, FIRST_PADDING)
+        for name in module.classes:
+            if "ForQuestionAnswering" in name:
+                yield ClassFact(name, READS_PADDING, ALL_PADDING)
+
+
+@dataclass(frozen=True)
+class MasksOfOneImplementation:
+    """Attention that reads any mask as one implementation makes it.
+
+    Sparse attention whose indexer adds any mask to scores: Transformers' sdpa gives it none, or one of bools, so that
+    GLM's in Transformers 5.9 selects and sees later tokens; so does Doge's, whose own mask is added to a causal one
+    where it gets one (up to 5.17). Attention without the interface that reads bools: Gemma 4's
+    of audio up to 5.17, which sees what eager attention's masks hide.
+    """
+
+    def find(self, module: ModuleView) -> Iterator[Skip | ClassFact]:
+        for name, forward in module.methods():
+            if is_sparse(module, forward):
+                if adds_given_masks(module):
+                    yield ClassFact(name, MASKS_OF, "eager")
+            elif _adds_own_mask(module, name):
+                yield ClassFact(name, MASKS_OF, "eager")
+            elif READS_BOOLS in module.text(forward) and "Attention" in name:
+                yield ClassFact(name, MASKS_OF, "sdpa")
+                yield Skip(name, OP, "computes attention itself, with masks of bools")
+
+
+def _adds_own_mask(module: ModuleView, name: str) -> bool:
+    """Whether a method of the class makes the mask of its attention, from the one that it gets if it gets one.
+
+    Not where the module asks for one always.
+    """
+    calls = (node for node in module.nodes if isinstance(node, ast.Call))
+    if any(keyword.arg == "allow_is_causal_skip" for call in calls for keyword in call.keywords):
+        return False
+    masks = {mask_of(call) for call in module.calls(f"{name}.forward", "attention_interface")}
+    forward = module.upstream.find(f"{name}.forward")
+    assigned = (node for node in nodes_below(forward) if isinstance(node, ast.Assign)) if forward is not None else ()
+    makers = [
+        ast.unparse(node.value.func).removeprefix("self.")
+        for node in assigned
+        if ast.unparse(node.targets[0]) in masks and isinstance(node.value, ast.Call)
+    ]
+    return any("attention_mask is not None" in module.text(f"{name}.{maker}") for maker in makers)
+
+
+FORMS = (CuSeqlensForFlash(), ReadsPadding(), MasksOfOneImplementation())
