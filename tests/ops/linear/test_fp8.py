@@ -148,10 +148,11 @@ def test_auto_cannot_select_a_kernel_with_a_relative_error():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(16, 16), (1000, 176), (4096, 4096), (77, 12288)])
+@pytest.mark.parametrize("shape", [(16, 16), (21, 48), (1000, 176), (4096, 4096), (77, 12288)])
 @pytest.mark.parametrize("gradient", [False, True])
-def test_kernel_rounds_like_torch(shape, gradient):
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_rounds_like_torch(shape, gradient, dtype):
+    x = torch.randn(shape, device="cuda", dtype=dtype)
     rows, columns, scale = fp8._quantize(x, gradient, True, True)
     wanted_rows, wanted_columns, wanted_scale = fp8._quantize(x.cpu(), gradient, True, True)
     torch.testing.assert_close(scale.cpu(), wanted_scale)
