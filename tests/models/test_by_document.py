@@ -103,9 +103,15 @@ def stop_giving(model):
     return model
 
 
-def test_sequence_parallelism_is_not_supported_for_the_reason(deepseek_v4):
-    assert keeps_sequences(deepseek_v4[1]) is None
-    assert "compress keys of the sequence" in keeps_sequences(deepseek_v4[1], by_kernel=True)
+def test_sequence_parallelism_is_not_supported_for_the_reason():
+    model = random_model(tiny_config("inkling")).eval()
+    opslot.apply(model, "eager")
+    assert keeps_sequences(model) is None
+    assert "InklingAttention counts" in keeps_sequences(model, by_kernel=True)
+
+
+def test_attention_that_takes_earlier_tokens_needs_no_whole_sequences(deepseek_v4):
+    assert keeps_sequences(deepseek_v4[1], by_kernel=True) is None
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AttentionInterface
 
 from opslot._base.kernel_launch import cdiv
-from opslot.distributed.parallel_state import get_parallel_state
 from opslot.distributed.ulysses import gather_outputs
 from opslot.ops._common.custom_op import launch_op
+from opslot.ops._common.ranks import ranks_of_shards
 from opslot.ops.attention.kernels.intervals import intervals
 from opslot.ops.attention.kernels.select_keys import select_keys as launch_select
 from opslot.ops.attention.masks import Layout
@@ -37,7 +36,7 @@ def visible_keys(module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwarg
         mask: a `Layout`, a padding mask [B, T], a dense mask [B or 1, 1, S, T], or None.
         kwargs: arguments of attention, which may have the boundaries of documents.
     """
-    ranks = _ranks(module)
+    ranks = ranks_of_shards(module)
     if ranks is not None:
         return _of_global_sequences(module, query, mask, kwargs, ranks)
     shown, given = None, mask if isinstance(mask, Tensor) else None
@@ -59,12 +58,6 @@ def visible_keys(module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwarg
 def _documents(cu_seqlens: Tensor | None) -> int:
     """How many documents a row may have: those after the last boundary too."""
     return 1 if cu_seqlens is None else cu_seqlens.shape[0]
-
-
-def _ranks(module: nn.Module) -> ProcessGroup | None:
-    """The ranks whose shards of sequences the attention of `module` joins; None where it has whole sequences."""
-    kernel = AttentionInterface()[module.config._attn_implementation]  # type: ignore[union-attr]
-    return get_parallel_state().sp_group if getattr(kernel, "joins_shards", False) else None
 
 
 # torch 2.11 cannot trace groups of ranks.
