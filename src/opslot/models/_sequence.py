@@ -83,8 +83,6 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     attention = [slot for slot in binding.of("attention") if _is_inside(_decoder_path(model), slot)]
     why = keeps_sequences(decoder or model, by_kernel=True)
     why = why or next((slot.kept for slot in attention if slot.kept), None)
-    if any(slot.resolution.variant == "indexed" and slot.resolution.chosen == "eager" for slot in attention):
-        why = why or "Transformers' attention to the keys that an indexer selects makes masks of a rank's shards alone"
     recurrences = [slot for op_name in _RECURRENCES for slot in binding.of(op_name)]
     if not attention and not recurrences:
         why = why or "it has no attention that opslot can select"
@@ -99,7 +97,8 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
             f"sequences of {type(model).__name__} cannot be sharded (sp={state.sp}): {why}",
             hint="set sp_size to 1",
         )
-    repeats = _kv_repeats(model, state) if any(slot.resolution.variant != _COMPRESSED for slot in attention) else 1
+    by_heads = any(slot.resolution.variant != _COMPRESSED for slot in attention)
+    repeats = _kv_repeats(model, state) if by_heads else {1}
     _check_recurrences(model, state)
     _share_positions(decoder or model, state)
     if overlap:
@@ -233,10 +232,13 @@ def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         )
 
 
-def _kv_repeats(model: Any, state: ParallelState) -> int:
+def _kv_repeats(model: Any, state: ParallelState) -> set[int]:
+    """How often the layers repeat each key/value head."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    return kv_repeats(heads, getattr(config, "num_key_value_heads", heads), state.sp)
+    # Layers may have different numbers of heads.
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    heads = [(own.num_attention_heads, getattr(own, "num_key_value_heads", own.num_attention_heads)) for own in layers]
+    return {kv_repeats(*counts, state.sp) for counts in heads}
 
 
 def _check_recurrences(model: Any, state: ParallelState) -> None:
@@ -313,8 +315,15 @@ def _shard_cos_sin(state: ParallelState, module: nn.Module, args: Any, output: A
     return output.chunk(state.sp, -2)[state.sp_rank]
 
 
-def _overlap_projections(model: Any, repeats: int) -> None:
+def _overlap_projections(model: Any, repeats: set[int]) -> None:
     """Start the all-to-all of query, key and value as soon as each is projected."""
+    if len(repeats) > 1:
+        raise ConfigError(
+            f"ulysses_overlap: the layers of {type(model).__name__} repeat key/value heads "
+            f"{' or '.join(map(str, sorted(repeats)))} times",
+            hint="set ulysses_overlap to False",
+        )
+    (times_of_kv,) = repeats
     attentions = list(_projecting(model))
     rotations = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if not attentions or not rotations:
@@ -327,7 +336,7 @@ def _overlap_projections(model: Any, repeats: int) -> None:
     for module in attentions:
         all_to_all = OverlappedAllToAll()
         all_to_all.attach(module)
-        for name, times in (("query", 1), ("key", repeats), ("value", repeats)):
+        for name, times in (("query", 1), ("key", times_of_kv), ("value", times_of_kv)):
             _last_of(module, name[0]).register_forward_hook(
                 functools.partial(_start_all_to_all, all_to_all, name, module.head_dim, times)
             )
