@@ -138,6 +138,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
+    # Runs its second and third layers twice.
+    "inkling2_loop_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        **_equal(1, "n_layers_per_attn_res_block loop_layer_index_start"),
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 2,
+        **_equal(8, "loop_gate_rank rel_extent swa_head_dim"),
+        "swa_num_attention_heads": HEADS,
+        "swa_num_key_value_heads": 2,
+        "unpadded_vocab_size": VOCABULARY,
+    },
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         # As many as key/value heads.
