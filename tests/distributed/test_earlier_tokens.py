@@ -58,6 +58,13 @@ def on_ranks(changes, kernel, bounds, sizes, checkpointing):
     return {name: x.numpy() for name, x in values.items()}
 
 
+def assert_equal(results, wanted):
+    for found in results:
+        for name, x in wanted.items():
+            bound = 1e-5 * float(x.abs().max()) + 1e-8
+            torch.testing.assert_close(torch.as_tensor(found[name]), x, rtol=1e-5, atol=bound, msg=name)
+
+
 @pytest.mark.parametrize(
     ("kernel", "rows", "sizes", "checkpointing"),
     [
@@ -77,6 +84,13 @@ def test_shards_of_sequences_equal_one_process(ranks, kernel, rows, sizes, check
             torch.testing.assert_close(
                 torch.as_tensor(found[name]), x, rtol=1e-5, atol=1e-5 * float(x.abs().max()) + 1e-8, msg=name
             )
+
+
+@pytest.mark.slow
+def test_ranks_need_not_divide_the_heads(ranks):
+    changes = {"num_attention_heads": 3, "o_groups": 3}
+    wanted = step(config_of(**changes), "eager", None)
+    assert_equal(ranks.run(on_ranks, changes, "eager", None, {"sp": 2}, False), wanted)
 
 
 def parallelize_with_dynamic_frequencies():
