@@ -30,7 +30,19 @@ from opslot.verify.two_processes import two_process_step
 @pytest.mark.quick("bloom", "deepseek_v4")
 @pytest.mark.parametrize(
     "arch",
-    ["bloom", "deepseek_v4", "doge", "glm5_next", "inkling", "mpt", "qwen4_exp", "recurrent_gemma", "xglm", "zaya"],
+    [
+        "bloom",
+        "deepseek_v4",
+        "doge",
+        "glm5_next",
+        "inkling",
+        "inkling2_text",
+        "mpt",
+        "qwen4_exp",
+        "recurrent_gemma",
+        "xglm",
+        "zaya",
+    ],
 )
 def test_packed_documents_equal_the_documents_alone(arch):
     found = check_architecture(arch, checks=["packed"])["packed"]
@@ -99,9 +111,15 @@ def test_documents_are_known_by_positions_alone_and_with_gradient_checkpointing(
     assert worst_difference(train_step(without_hooks, [positions]), wanted)
 
 
-def test_sequence_parallelism_is_not_supported_for_the_reason(deepseek_v4):
-    assert keeps_sequences(deepseek_v4[1]) is None
-    assert "compress keys of the sequence" in keeps_sequences(deepseek_v4[1], by_kernel=True)
+def test_sequence_parallelism_is_not_supported_for_the_reason():
+    model = random_model(tiny_config("inkling")).eval()
+    opslot.apply(model, "eager")
+    assert keeps_sequences(model) is None
+    assert "InklingAttention counts" in keeps_sequences(model, by_kernel=True)
+
+
+def test_attention_that_takes_earlier_tokens_needs_no_whole_sequences(deepseek_v4):
+    assert keeps_sequences(deepseek_v4[1], by_kernel=True) is None
 
 
 @pytest.mark.parametrize(

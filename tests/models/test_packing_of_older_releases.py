@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+import opslot
+from opslot._base.errors import KernelError
 from opslot.models.discovery import discover
 from opslot.models.discovery.sequences import WholeSequences
 from opslot.ops.causal_conv1d import forms
@@ -15,7 +17,9 @@ from opslot.patchgen.engine import generate
 from opslot.patchgen.fingerprint import fingerprint
 from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.source import Release, UpstreamModule
-from opslot.slots.protocol import KEEPS_SEQUENCES
+from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS
+from opslot.verify.random_model import random_model
+from opslot.verify.tiny import tiny_config
 
 CONVOLUTION = '''
 def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
@@ -154,3 +158,45 @@ def test_masks_made_of_padding_only_keep_sequences(condition, kept):
     module = ModuleView(UpstreamModule("toy", "5.9.0", MASKS.replace("{condition}", condition)))
     facts = [(fact.name, fact.attribute) for fact in WholeSequences().find(module)]
     assert (("ToyPreTrainedModel", KEEPS_SEQUENCES) in facts) == kept
+
+
+CHUNKS = """
+class ToyAttention(nn.Module):
+    def forward(self, hidden_states, attention_mask=None):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](self, hidden_states, attention_mask)
+
+
+class ToyDecoderLayer(nn.Module):
+    def forward(self, hidden_states, attention_mask=None):
+        return self.attention(hidden_states, attention_mask)
+
+
+class ToyPreTrainedModel(PreTrainedModel):
+    pass
+
+
+class ToyModel(ToyPreTrainedModel):
+    def forward(self, hidden_states, attention_mask=None, position_ids=None):
+        mask_kwargs = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return self.layer(hidden_states, create_chunked_causal_mask(**mask_kwargs))
+"""
+
+
+@pytest.mark.parametrize(("release", "ignored"), [("5.9.0", True), ("5.21.0", True), ("5.23.0", False)])
+def test_chunks_of_older_releases_are_counted_from_the_start_of_the_row(release, ignored):
+    facts = [*WholeSequences().find(ModuleView(UpstreamModule("toy", release, CHUNKS)))]
+    reasons = [fact.value for fact in facts if fact.attribute == MASKS_WITHOUT_POSITIONS]
+    assert reasons == (["its masks count chunks from the start of the row, not from that of each document"] * ignored)
+
+
+def test_positions_that_restart_raise_where_masks_ignore_them(monkeypatch):
+    config = tiny_config("llama")
+    model = random_model(config).eval()
+    opslot.apply(model, "eager")
+    ids, positions = torch.arange(3, 11)[None], torch.cat([torch.arange(5), torch.arange(3)])[None]
+    model(input_ids=ids, position_ids=positions)
+    monkeypatch.setattr(type(model), MASKS_WITHOUT_POSITIONS, "its masks ignore them", raising=False)
+    opslot.bind(model, "eager")
+    with pytest.raises(KernelError, match=r"keep packed documents \(position_ids that restart\) apart"):
+        model(input_ids=ids, position_ids=positions)
+    model(input_ids=ids, position_ids=torch.arange(8)[None])

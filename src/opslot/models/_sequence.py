@@ -32,8 +32,10 @@ from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, walk_slots
 from opslot.slots.binding import KernelWrapper
-from opslot.slots.protocol import keeps_sequences
+from opslot.slots.protocol import keeps_sequences, takes_earlier_tokens
 
+# The variant of attention whose queries stay on their rank, which gathers the tokens before them.
+_COMPRESSED = "compressed"
 # Transformers' decoders take input_ids, attention_mask and position_ids in this order.
 _POSITION_IDS = 3
 
@@ -52,8 +54,10 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
             _is_inside(decoder, slot) and all(getattr(slot.resolution, name) == wanted[name] for name in wanted)
         )
 
+    binding = binding.with_wrapper(_EarlierTokens(), of("attention", variant=_COMPRESSED))
     for explicit in (True, False):
-        binding = binding.with_wrapper(_Ulysses(pipeline, explicit), of("attention", explicit=explicit))
+        is_attention = of("attention", explicit=explicit)
+        binding = binding.with_wrapper(_Ulysses(pipeline, explicit), functools.partial(_by_heads, is_attention))
     binding = binding.with_wrapper(
         KernelWrapper("gathered router logits", _OverGlobalSequences),
         lambda slot: slot.resolution.op_name == "load_balancing_loss",
@@ -61,6 +65,11 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
     for op_name, wrapper in _RECURRENCES.items():
         binding = binding.with_wrapper(wrapper, of(op_name))
     return binding.with_wrapper(_OverlappedProjections(), of("rotary_pos_emb", variant="full")) if overlap else binding
+
+
+def _by_heads(is_attention: Callable[[SlotBinding], bool], slot: SlotBinding) -> bool:
+    """Whether a slot is of attention that is computed for some heads on each rank."""
+    return is_attention(slot) and slot.resolution.variant != _COMPRESSED
 
 
 def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap: bool = False) -> None:
@@ -74,13 +83,13 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     attention = [slot for slot in binding.of("attention") if _is_inside(_decoder_path(model), slot)]
     why = keeps_sequences(decoder or model, by_kernel=True)
     why = why or next((slot.kept for slot in attention if slot.kept), None)
-    if any(slot.resolution.variant == "indexed" and slot.resolution.chosen == "eager" for slot in attention):
-        why = why or "Transformers' attention to the keys that an indexer selects makes masks of a rank's shards alone"
     recurrences = [slot for op_name in _RECURRENCES for slot in binding.of(op_name)]
     if not attention and not recurrences:
         why = why or "it has no attention that opslot can select"
     if computes_features_inside(model):
         why = why or "it places features of images or audio in sequences inside its language model"
+    if any(map(_largest_position_matters, _inside_attention_to_earlier_tokens(model))):
+        why = why or "frequencies of keys depend on the largest position, which a rank does not have"
     if keeps_labels_in_place(model):
         why = why or f"the labels of shards are shifted, and its loss ({model.loss_type}) compares them in place"
     if why:
@@ -88,7 +97,8 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
             f"sequences of {type(model).__name__} cannot be sharded (sp={state.sp}): {why}",
             hint="set sp_size to 1",
         )
-    repeats = _kv_repeats(model, state) if attention else 1
+    by_heads = any(slot.resolution.variant != _COMPRESSED for slot in attention)
+    repeats = _kv_repeats(model, state) if by_heads else {1}
     _check_recurrences(model, state)
     _share_positions(decoder or model, state)
     if overlap:
@@ -135,6 +145,25 @@ class _Ulysses:
         name = getattr(attention, "__name__", "attention")
         wrapped.mask_function = _MaskFunction(masks.mask_function(own, name, falls_back=falls_back), falls_back)
         return wrapped
+
+
+@dataclass(frozen=True)
+class _EarlierTokens:
+    """Wraps an attention kernel that gets a rank's queries and the keys of these and of earlier tokens."""
+
+    name: str = "earlier tokens of all ranks"
+
+    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
+        attention: Any = masks.reads_layout(kernel or reference)
+
+        @functools.wraps(attention)
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            return attention(*args, **kwargs)
+
+        # The attributes of a function of its own.
+        joined: Any = attend
+        joined.joins_shards, joined.mask_function = True, masks.local_mask_function
+        return joined
 
 
 @dataclass(frozen=True)
@@ -203,10 +232,13 @@ def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         )
 
 
-def _kv_repeats(model: Any, state: ParallelState) -> int:
+def _kv_repeats(model: Any, state: ParallelState) -> set[int]:
+    """How often the layers repeat each key/value head."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    return kv_repeats(heads, getattr(config, "num_key_value_heads", heads), state.sp)
+    # Layers may have different numbers of heads.
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    heads = [(own.num_attention_heads, getattr(own, "num_key_value_heads", own.num_attention_heads)) for own in layers]
+    return {kv_repeats(*counts, state.sp) for counts in heads}
 
 
 def _check_recurrences(model: Any, state: ParallelState) -> None:
@@ -251,11 +283,20 @@ class _OverGlobalSequences:
 def _share_positions(model: nn.Module, state: ParallelState) -> None:
     """Let rotary embeddings whose frequencies depend on the largest position see the positions of all ranks."""
     for module in model.modules():
-        types = getattr(module, "rope_type", None)
-        names = types.values() if isinstance(types, dict) else (types,)
-        if any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names):
+        if _largest_position_matters(module):
             module.register_forward_pre_hook(_gather_positions, with_kwargs=True)
             module.register_forward_hook(functools.partial(_shard_cos_sin, state))
+
+
+def _largest_position_matters(module: Any) -> bool:
+    """Whether a module is a rotary embedding whose frequencies depend on the largest position."""
+    types = getattr(module, "rope_type", None)
+    names = types.values() if isinstance(types, dict) else (types,)
+    return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names)
+
+
+def _inside_attention_to_earlier_tokens(model: nn.Module) -> Iterator[nn.Module]:
+    return (part for module in model.modules() if takes_earlier_tokens(module) for part in module.modules())
 
 
 def _gather_positions(
@@ -274,8 +315,15 @@ def _shard_cos_sin(state: ParallelState, module: nn.Module, args: Any, output: A
     return output.chunk(state.sp, -2)[state.sp_rank]
 
 
-def _overlap_projections(model: Any, repeats: int) -> None:
+def _overlap_projections(model: Any, repeats: set[int]) -> None:
     """Start the all-to-all of query, key and value as soon as each is projected."""
+    if len(repeats) > 1:
+        raise ConfigError(
+            f"ulysses_overlap: the layers of {type(model).__name__} repeat key/value heads "
+            f"{' or '.join(map(str, sorted(repeats)))} times",
+            hint="set ulysses_overlap to False",
+        )
+    (times_of_kv,) = repeats
     attentions = list(_projecting(model))
     rotations = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if not attentions or not rotations:
@@ -288,7 +336,7 @@ def _overlap_projections(model: Any, repeats: int) -> None:
     for module in attentions:
         all_to_all = OverlappedAllToAll()
         all_to_all.attach(module)
-        for name, times in (("query", 1), ("key", repeats), ("value", repeats)):
+        for name, times in (("query", 1), ("key", times_of_kv), ("value", times_of_kv)):
             _last_of(module, name[0]).register_forward_hook(
                 functools.partial(_start_all_to_all, all_to_all, name, module.head_dim, times)
             )

@@ -40,6 +40,7 @@ KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
 UNKNOWN_LAYERS = PREFIX + "unknown_layers"
 BY_DOCUMENT = PREFIX + "by_document"
 ON_GLOBAL_SEQUENCES = PREFIX + "on_global_sequences"
+TAKES_EARLIER_TOKENS = PREFIX + "takes_earlier_tokens"
 MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
@@ -228,7 +229,8 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
     alone = set() if by_kernel else {id(part) for _, outer in modules_by_document(model) for part in outer.modules()}
     alone |= {id(part) for part in indexers(model, by_kernel)}
     if by_kernel:
-        alone |= {id(part) for outer in model.modules() if runs_on_global_sequences(outer) for part in outer.modules()}
+        whole = (x for x in model.modules() if runs_on_global_sequences(x) or takes_earlier_tokens(x))
+        alone |= {id(part) for outer in whole for part in outer.modules()}
     for module in model.modules():
         reason = None if id(module) in alone else keeps_itself(module)
         if not by_kernel and not is_own_attention(getattr(module.__dict__.get("config"), "_attn_implementation", "")):
@@ -260,6 +262,15 @@ def keeps_itself(module: Any) -> str | None:
 def runs_on_global_sequences(module: Any) -> bool:
     """Whether a module mixes tokens, and gets those of all ranks where these hold shards of sequences."""
     return getattr(type(module), ON_GLOBAL_SEQUENCES, False)
+
+
+def takes_earlier_tokens(module: Any) -> tuple[str, ...]:
+    """The arguments of a module that may also have tokens before those of position_ids, whose outputs it returns; empty
+    for a module without.
+
+    A rank that holds shards of sequences passes them the tokens of earlier ranks.
+    """
+    return getattr(type(module), TAKES_EARLIER_TOKENS, ())
 
 
 def mixes_documents(module: Any) -> str | None:

@@ -85,6 +85,12 @@ NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_ex
 _STARTS = {"vision_start_token_id": 60, "vision_end_token_id": 61, "audio_start_token_id": 62, "audio_end_token_id": 63}
 _ROTARY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {**_ROTARY, "mrope_section": [1, 1, 2]}
+_INKLING = {
+    **_equal(8, "rel_extent swa_head_dim"),
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": 2,
+    "unpadded_vocab_size": VOCABULARY,
+}
 
 # What the rules do not give, by model_type.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -138,6 +144,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
+    # Runs its second and third layers twice.
+    "inkling2_loop_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        **_equal(1, "n_layers_per_attn_res_block loop_layer_index_start"),
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 8,
+        **_INKLING,
+    },
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"], **_INKLING},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         # As many as key/value heads.

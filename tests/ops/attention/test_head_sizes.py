@@ -51,7 +51,7 @@ def resized(x, width):
 @pytest.mark.parametrize(("shapes", "widths"), SIZES.values(), ids=SIZES)
 def test_equals_padding_and_slicing(monkeypatch, shapes, widths, layout, with_kernel):
     if not with_kernel:
-        monkeypatch.setattr(head_sizes, "_has_kernel", lambda x: False)
+        monkeypatch.setattr(head_sizes, "runs_triton", lambda x: False)
     tensors = [heads(shape, layout).requires_grad_() for shape in shapes]
     found = resize_heads(tensors, widths)
     expected = [resized(x, width) for x, width in zip(tensors, widths, strict=True)]

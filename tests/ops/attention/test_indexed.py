@@ -9,7 +9,7 @@ from torch import nn
 
 import opslot
 from opslot._base.errors import KernelError
-from opslot.ops.attention import indexed
+from opslot.ops.attention import bits, indexed
 from opslot.ops.attention.batch_invariant import attention as batch_invariant
 from opslot.ops.attention.kernels import select_keys as selection
 from opslot.ops.attention.kernels.selected_tiles import lists_of, tiles_with_bits, transpose_bits
@@ -251,7 +251,38 @@ def test_sharded_sequences_equal_one_process(arch):
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_transformers_masks_of_selected_keys_are_not_sharded():
-    (found,) = check_architecture(tiny_config("deepseek_v32"), "eager", checks=["sp"]).outcomes
-    assert found.result == "unsupported"
-    assert "makes masks of a rank's shards alone" in found.detail
+@pytest.mark.quick("deepseek_v32")
+@pytest.mark.parametrize("arch", [*ARCHITECTURES[:3], "dots3_note", "qwen4_exp", "minimax_m3_vl", "glm5_next"])
+def test_sharded_sequences_without_a_kernel_equal_one_process(arch):
+    (found,) = check_architecture(tiny_config(arch), "eager", checks=["sp"]).outcomes
+    assert found.result == "passed", found.detail
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 3, 20, 21, 40], [0, 13, 20]])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 5), (False, 4)])
+def test_intervals_without_triton_equal_the_kernel(cu_seqlens, causal, window):
+    like = torch.empty(1)
+    for queries in (20,) if cu_seqlens else (20, 7):
+        given = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
+        arguments = given, 2, queries, 20, causal, window
+        wanted = bits.visible_intervals(like, *arguments)
+        assert torch.equal(bits.eager_intervals(*arguments, like.device).expand_as(wanted), wanted)
+
+
+def test_selection_without_triton_equals_the_kernel():
+    scores = torch.randint(-3, 3, (2, 9, 75)).float()
+    scores[:, 0], scores[0, 1, 4:] = float("-inf"), float("-inf")
+    scores[scores == 0] *= -1
+    for top in (1, 8, 75, 80):
+        assert torch.equal(bits.eager_select(scores, top), bits.select(scores, top))
+
+
+@pytest.mark.parametrize("with_tail", [True, False])
+def test_keys_of_pools_without_triton_equal_the_kernel(with_tail):
+    rows, keys, queries = 2, 70, 9
+    pools = torch.randint(-2, 40, (rows, keys), dtype=torch.int32)
+    seen = torch.stack([torch.randint(0, 20, (rows, queries)), torch.randint(20, keys + 1, (rows, queries))]).int()
+    tail = torch.randint(0, keys, (rows, queries), dtype=torch.int32) if with_tail else None
+    words = torch.randint(-(2**31), 2**31, (rows, 3, queries, 2)).int()
+    wanted = bits.expand_pools(words, pools, seen, tail)
+    assert torch.equal(bits.eager_expand_pools(words, pools, seen, tail), wanted)

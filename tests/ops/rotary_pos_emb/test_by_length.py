@@ -56,6 +56,20 @@ def test_one_document_leaves_the_module_as_transformers_does(rope):
         assert torch.equal(ours.inv_freq, theirs.inv_freq)
 
 
+@pytest.mark.parametrize("lengths", [(4,), (10, 4), (3, 10, 12)])
+def test_short_documents_after_a_longer_sequence_have_their_own_frequencies(lengths):
+    """Before Transformers 5.13 those of the longer one stay, since its length is not kept."""
+    config, x = config_of("llama", DYNAMIC), torch.zeros(1, 1, 32)
+    rotary = LlamaRotaryEmbedding(config)
+    rotary(x, positions_of(20))
+    for kept in (rotary.max_seq_len_cached, rotary.original_max_seq_len):
+        rotary.max_seq_len_cached = kept
+        found = per_document(LlamaRotaryEmbedding.forward)(rotary, x, positions_of(*lengths))
+        alone = [LlamaRotaryEmbedding(config)(x, positions_of(n)) for n in lengths]
+        assert torch.equal(found[0], torch.cat([each[0] for each in alone], 1))
+        rotary(x, positions_of(20))
+
+
 def test_kinds_of_layers_have_their_own_type():
     config = tiny_config("gemma3_text")
     original = {**DYNAMIC, "rope_theta": 10000.0}

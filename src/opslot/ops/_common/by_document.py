@@ -10,18 +10,21 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
 from opslot.ops._common.documents import cu_seqlens_in
-from opslot.slots.protocol import why_by_document
+from opslot.ops._common.ranks import gather_tokens, ranks_of_shards
+from opslot.slots.protocol import takes_earlier_tokens, why_by_document
 
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -45,7 +48,8 @@ class PerDocument(list[Any]):
 def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a module, run once for each packed document where tokens may see each other in the module.
 
-    Documents come as `cu_seq_lens_q` (or `seq_idx`), which `forward` need not take. Caches are not filled.
+    Documents come as `cu_seq_lens_q` (or `seq_idx`), which `forward` need not take. Caches are not filled. A rank that
+    holds shards of sequences computes the outputs of its tokens, with the earlier tokens of their documents.
     """
     parameters = inspect.signature(forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -56,6 +60,13 @@ def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
         cu_seqlens = cu_seqlens_in(kwargs)
         if not takes_any:
             kwargs = {name: value for name, value in kwargs.items() if name in parameters}
+        ranks = ranks_of_shards(self) if takes_earlier_tokens(self) else None
+        if ranks is not None:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            given = {name: value for name, value in given.items() if name not in _DOCUMENTS}
+            return _run_on_shards(
+                functools.partial(forward, self), takes_earlier_tokens(self), given, cu_seqlens, ranks
+            )
         if cu_seqlens is None or why_by_document(self) is None:
             return forward(self, *args, **kwargs)
         given = {name: value for name, value in kwargs.items() if name not in _DOCUMENTS}
@@ -74,12 +85,45 @@ def _run(
     documents = list(_documents(cu_seqlens, batch, length))
     results = []
     for document in documents:
-
-        def part(name: str, x: Any, document: Document = document) -> Any:
-            return pytree.tree_map(functools.partial(_part, document, batch, length, name), x, is_leaf=_is_whole)
-
+        part = functools.partial(_parts, document, batch, length)
         named = {name: part(name, x) for name, x in kwargs.items()}
         results.append(forward(*map(part, names, args), **named))
+    return _join(results, documents)
+
+
+@torch.compiler.disable
+def _run_on_shards(
+    forward: Callable[..., Any],
+    with_earlier: Collection[str],
+    kwargs: dict[str, Any],
+    cu_seqlens: Tensor | None,
+    ranks: ProcessGroup,
+) -> Any:
+    """The results of this rank's shards of sequences, one call for each part of a document or row in them.
+
+    The arguments `with_earlier` are gathered once, and have all tokens of the document up to the end of its part. All
+    communication is there, since the ranks have parts of different numbers of documents.
+    """
+    batch, length = _tokens([], kwargs)
+    first, total = dist.get_rank(ranks) * length, ranks.size() * length
+    whole = {name: pytree.tree_map(lambda x: gather_tokens(x, ranks), kwargs[name]) for name in with_earlier}
+    results, parts = [], []
+    for document in _documents(cu_seqlens, batch, total):
+        start, stop = max(document.start, first), min(document.stop, first + length)
+        if start >= stop:
+            continue
+        parts.append(document._replace(start=start - first, stop=stop - first))
+        named = {name: _parts(parts[-1], batch, length, name, x) for name, x in kwargs.items()}
+        until = document._replace(stop=stop)
+        results.append(forward(**named | {name: _parts(until, batch, total, name, x) for name, x in whole.items()}))
+    return _join(results, parts)
+
+
+def _parts(document: Document, batch: int, length: int, name: str, x: Any) -> Any:
+    return pytree.tree_map(functools.partial(_part, document, batch, length, name), x, is_leaf=_is_whole)
+
+
+def _join(results: list[Any], documents: list[Document]) -> Any:
     leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
     joined = [_joined(list(parts), documents) for parts in zip(*leaves, strict=True)]
     return pytree.tree_unflatten(joined, specs[0])
@@ -107,9 +151,10 @@ def _boundaries(cu_seqlens: Tensor) -> list[int]:
     return _read[0][2]
 
 
-def _documents(cu_seqlens: Tensor, batch: int, length: int) -> Iterator[Document]:
+def _documents(cu_seqlens: Tensor | None, batch: int, length: int) -> Iterator[Document]:
     # No document crosses rows; any tokens after the last boundary are also a document.
-    bounds = sorted({*_boundaries(cu_seqlens), *range(0, batch * length + 1, length)})
+    given = () if cu_seqlens is None else _boundaries(cu_seqlens)
+    bounds = sorted({*given, *range(0, batch * length + 1, length)})
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         row = start // length
         yield Document(number, row, start - row * length, stop - row * length)
@@ -127,7 +172,7 @@ def _part(document: Document, batch: int, length: int, name: str, x: Any) -> Any
         return None
     if hasattr(x, "of_document"):
         return x.of_document(document.stop - document.start)
-    if not isinstance(x, Tensor) or not (dims := _token_dims(name, x, length)):
+    if not isinstance(x, Tensor) or not (dims := _token_dims(name, x, batch, length)):
         return x
     rows = [dim for dim in range(dims[0]) if x.shape[dim] == batch]
     if name == "alibi" and x.dim() == 3 and x.shape[0] % batch == 0:
@@ -145,13 +190,16 @@ def _part(document: Document, batch: int, length: int, name: str, x: Any) -> Any
     return x
 
 
-def _token_dims(name: str, x: Tensor, length: int) -> list[int]:
+def _token_dims(name: str, x: Tensor, batch: int, length: int) -> list[int]:
     """The dims of an argument that are those of the tokens of a row."""
     last = x.dim() - 1
     if "mask" in name or "bias" in name:
         return [dim for dim in range(max(last - 1, 1), last + 1) if x.shape[dim] == length]
     if name == "position_ids":
         return [last] if x.shape[last] == length else []
+    if x.shape == (length, length) and batch != length:
+        # Of queries and keys, such as the distances between them.
+        return [0, 1]
     found = [dim for dim in range(1, x.dim()) if x.shape[dim] == length]
     if found == [2, 3] and last == 3:
         return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from opslot._base.device import triton_interpreted
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, OpSpec, Requirement
 from opslot.slots.spec import TRITON
 
@@ -21,6 +23,16 @@ LIGER = Requirement("liger_kernel", "liger-kernel", ">=0.8")
 QUACK = Requirement("quack", "quack-kernels", ">=0.5")
 CUTLASS = Requirement("cutlass", "nvidia-cutlass-dsl")
 FLA = Requirement("fla", "fla-core")
+
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether Triton kernels run on the device of `x`."""
+    return (x.is_cuda or (x.is_cpu and triton_interpreted())) and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return TRITON.unsupported() is None
 
 
 def unsupported_dtype(dtype: torch.dtype) -> str:

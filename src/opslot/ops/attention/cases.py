@@ -101,12 +101,14 @@ def _compressed_case(
     top: int | None = None,
     role: str = "check",
     padding: tuple[int, ...] = (),
+    first: int = 0,
     **options: Any,
 ) -> InputCase:
     """Keys of `rate` tokens each beside those of a window, all earlier ones or `top` of them.
 
     Args:
         padding: tokens at the start of each row that are padding.
+        first: the token of the first query; there are keys of the tokens before it.
     """
     batch, heads, length, width = shape
     keys = 0 if rate is None else length // rate
@@ -114,7 +116,7 @@ def _compressed_case(
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             "module": _Module(causal=True),
-            "query": randn((batch, length, heads, width), dtype, device, generator).transpose(1, 2),
+            "query": randn((batch, length - first, heads, width), dtype, device, generator).transpose(1, 2),
             "key": randn((batch, 1, length + keys, width), dtype, device, generator),
             "value": None,
             "attention_mask": None,
@@ -128,9 +130,10 @@ def _compressed_case(
             arguments |= {"compressed_keys": keys, "selected": seen}
             if top is not None:
                 # Others for each query, none twice.
-                entry = (torch.arange(keys, device=device) + 7 * token[:, None]) % keys
+                entry = (torch.arange(keys, device=device) + 7 * token[:, None]) % max(keys, 1)
                 entry = entry.where(entry < seen[..., None], -1)[..., :top]
                 arguments["selected"] = entry
+            arguments["selected"] = arguments["selected"][:, first:]
         if padding:
             starts = torch.tensor(padding, device=device)
             arguments["attention_mask"] = token >= starts[:, None]
@@ -168,6 +171,9 @@ CASES = {
         _compressed_case("more heads than a tile of them", (1, 36, 13, 64), rate=4, top=3, sliding_window=4),
         _compressed_case("a window", (2, 3, 20, 24), sliding_window=9),
         _compressed_case("few of many, padding", (2, 4, 22, 32), rate=2, top=3, sliding_window=9, padding=(0, 7)),
+        _compressed_case("fewer tokens than a key has", (1, 4, 3, 32), rate=4, top=3, sliding_window=9),
+        _compressed_case("queries after the first, selected keys", (1, 4, 23, 32), 3, 2, sliding_window=6, first=16),
+        _compressed_case("queries after the first, all earlier keys", (1, 4, 23, 32), 4, sliding_window=6, first=17),
         _compressed_case(
             "4096, 64 heads, D=512, 512 of 1024", (1, 64, 4096, 512), 4, 512, role="bench", sliding_window=128
         ),

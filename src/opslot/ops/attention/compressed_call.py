@@ -56,6 +56,9 @@ class Call:
         self.batch, self.queries, self.heads, self.width = q.shape
         self.window_keys, self.compressed = kv.shape[1] - compressed, compressed
         self.empty = 0 in q.shape
+        if selected is not None and 0 in selected.shape[2:]:
+            # Counts, since a block of indices would be empty.
+            selected = selected.new_zeros(selected.shape[:2])
         self.plan = plan(q.element_size(), compute_capability(q.device))
         self.selected = None if selected is None else selected.contiguous()
         self.kind = ALL if selected is None else COUNTS if selected.dim() == 2 else INDICES

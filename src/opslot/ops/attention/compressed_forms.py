@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
-from opslot.slots.protocol import ALL_PADDING, ATTENTION_OPTIONS, KEEPS_SEQUENCES, READS_PADDING
+from opslot.slots.protocol import (
+    ALL_PADDING,
+    ATTENTION_OPTIONS,
+    KEEPS_SEQUENCES,
+    READS_PADDING,
+    TAKES_EARLIER_TOKENS,
+)
 
 OP, VARIANT = "attention", "compressed"
 _CALLS = "opslot.ops.attention.calls"
@@ -36,6 +42,8 @@ COMPRESSORS = {
         Reviewed("28ad000bb5d0", "counts", "all earlier keys", "deepseek_v4 before 5.17"),
     )
 }
+# Of a tensor [B, S, ...].
+_LAST = "{}[:, -position_ids.shape[1] :]"
 _IF_BOUND = "if takes_selected_keys(self.rotary_emb.config):\n    return compressed_kv, "
 
 
@@ -55,7 +63,7 @@ class CompressedAttention:
                 yield Skip(name, OP, f"gets compressed keys from {unknown[0] if unknown else 'no class'}, not reviewed")
             else:
                 kinds = {owner: row.variant for owner, row in compressors.items() if row is not None}
-                yield Match(name, OP, VARIANT, _Write(name, tuple(kinds.items())))
+                yield Match(name, OP, VARIANT, _Write(name, tuple(kinds.items()), tuple(_indexers(module))))
 
 
 def _is_compressed(module: ModuleView, forward: str) -> bool:
@@ -69,12 +77,17 @@ def _compressors(module: ModuleView) -> Iterator[tuple[str, Reviewed | None]]:
             yield name, COMPRESSORS.get(module.fingerprint(forward) or "")
 
 
+def _indexers(module: ModuleView) -> Iterator[str]:
+    return (name for name, _ in module.methods() if name.endswith("Indexer"))
+
+
 @dataclass(frozen=True)
 class _Write:
     """Declares the attention of class `name`, and passes it which keys each query sees instead of a mask of them."""
 
     name: str
     compressors: tuple[tuple[str, str], ...]
+    indexers: tuple[str, ...]
 
     def __call__(self, patch: PatchConfig) -> None:
         patch.slot_config([self.name], Slot(OP, VARIANT), depends=["eager_attention_forward"])
@@ -95,6 +108,7 @@ class _Write:
         is_mask = "isinstance(attention_mask, torch.Tensor)"
         patch.replace(forward, is_mask, f"({is_mask} and attention_mask.dim() == 4)")
         patch.add_import(_CALLS, ["selected_keys", "takes_selected_keys"])
+        self._take_earlier_tokens(patch)
         for compressor, kind in self.compressors:
             scope = f"{compressor}.forward"
             if kind == "indices":
@@ -102,6 +116,34 @@ class _Write:
             else:
                 counts = "(position_ids + 1) // self.compress_rate"
                 patch.insert_before(scope, "entry_indices = torch.arange($*args)", f"{_IF_BOUND}{counts}")
+
+    def _take_earlier_tokens(self, patch: PatchConfig) -> None:
+        """Let hidden states and cosines have tokens before those of position_ids, whose keys alone are computed."""
+        patch.set_attribute(self.name, TAKES_EARLIER_TOKENS, ("hidden_states", "position_embeddings"))
+        forward = f"{self.name}.forward"
+        for pattern, replacement in (
+            ("self.q_a_proj(hidden_states)", f"self.q_a_proj({_LAST.format('hidden_states')})"),
+            (
+                "self.q_b_proj(q_residual).view(*hidden_shape)",
+                "self.q_b_proj(q_residual).view(*q_residual.shape[:-1], -1, self.head_dim)",
+            ),
+            (
+                "q = apply_rotary_pos_emb(q, cos, sin)",
+                f"q = apply_rotary_pos_emb(q, {_LAST.format('cos')}, {_LAST.format('sin')})",
+            ),
+        ):
+            patch.replace(forward, pattern, replacement)
+        patch.insert_after(
+            forward,
+            "kv = apply_rotary_pos_emb(kv, cos, sin)",
+            f"input_shape, cos, sin = q_residual.shape[:-1], {_LAST.format('cos')}, {_LAST.format('sin')}",
+        )
+        for indexer in self.indexers:
+            patch.insert_after(
+                f"{indexer}.forward",
+                "gate = self.gate_proj(hidden_states)",
+                f"hidden_states, seq_len = {_LAST.format('hidden_states')}, position_ids.shape[1]",
+            )
 
 
 FORMS = (CompressedAttention(),)

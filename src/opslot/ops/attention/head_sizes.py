@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot._base.device import triton_interpreted
 from opslot.ops._common.custom_op import custom_op, once_differentiable, variadic
-from opslot.slots.spec import TRITON
+from opslot.ops._common.specs import runs_triton
 
 
 def resize_heads(tensors: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tensor, ...]:
@@ -54,7 +52,7 @@ def _allocate(tensors: list[Tensor], widths: list[int]) -> list[Tensor]:
 
 
 def _run(tensors: list[Tensor], widths: list[int]) -> list[Tensor]:
-    if not _has_kernel(tensors[0]):
+    if not runs_triton(tensors[0]):
         # A negative padding cuts.
         return [F.pad(x, (0, width - x.shape[-1])).contiguous() for x, width in zip(tensors, widths, strict=True)]
     from opslot.ops._common.kernels.heads import resize_heads
@@ -62,15 +60,6 @@ def _run(tensors: list[Tensor], widths: list[int]) -> list[Tensor]:
     targets = _allocate(tensors, widths)
     resize_heads(tensors, targets)
     return targets
-
-
-def _has_kernel(x: Tensor) -> bool:
-    return (x.is_cuda or (x.is_cpu and triton_interpreted())) and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return TRITON.unsupported() is None
 
 
 _resize = custom_op("resize_heads(Tensor[] tensors, int[] widths) -> Tensor[]", _run, _allocate)

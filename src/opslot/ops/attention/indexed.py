@@ -12,14 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AttentionInterface
 
-from opslot._base.kernel_launch import cdiv
-from opslot.distributed.parallel_state import get_parallel_state
 from opslot.distributed.ulysses import gather_outputs
-from opslot.ops._common.custom_op import launch_op
-from opslot.ops.attention.kernels.intervals import intervals
-from opslot.ops.attention.kernels.select_keys import select_keys as launch_select
+from opslot.ops._common.ranks import ranks_of_shards
+from opslot.ops.attention.bits import select, visible_intervals
 from opslot.ops.attention.masks import Layout
 from opslot.ops.attention.reference import causal_of
 from opslot.ops.attention.visible import Visible
@@ -37,7 +33,7 @@ def visible_keys(module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwarg
         mask: a `Layout`, a padding mask [B, T], a dense mask [B or 1, 1, S, T], or None.
         kwargs: arguments of attention, which may have the boundaries of documents.
     """
-    ranks = _ranks(module)
+    ranks = ranks_of_shards(module)
     if ranks is not None:
         return _of_global_sequences(module, query, mask, kwargs, ranks)
     shown, given = None, mask if isinstance(mask, Tensor) else None
@@ -52,19 +48,13 @@ def visible_keys(module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwarg
         return Visible(None, shown, mask=given)
     sizes = query.shape[0], query.shape[2], key.shape[2]
     window = kwargs.get("sliding_window")
-    found = _intervals(query, cu_seqlens, *sizes, causal_of(module, kwargs), window)
+    found = visible_intervals(query, cu_seqlens, *sizes, causal_of(module, kwargs), window)
     return Visible(found, shown, documents=_documents(cu_seqlens), mask=given)
 
 
 def _documents(cu_seqlens: Tensor | None) -> int:
     """How many documents a row may have: those after the last boundary too."""
     return 1 if cu_seqlens is None else cu_seqlens.shape[0]
-
-
-def _ranks(module: nn.Module) -> ProcessGroup | None:
-    """The ranks whose shards of sequences the attention of `module` joins; None where it has whole sequences."""
-    kernel = AttentionInterface()[module.config._attn_implementation]  # type: ignore[union-attr]
-    return get_parallel_state().sp_group if getattr(kernel, "joins_shards", False) else None
 
 
 # torch 2.11 cannot trace groups of ranks.
@@ -88,7 +78,7 @@ def _of_global_sequences(
     length = local * ranks.size()
     options = causal_of(module, kwargs), kwargs.get("sliding_window")
     cu_seqlens = kwargs.get("cu_seq_lens_q")
-    found = _intervals(query, cu_seqlens, batch, length, length, *options)
+    found = visible_intervals(query, cu_seqlens, batch, length, length, *options)
     own = found.narrow(2, dist.get_rank(ranks) * local, local)
     given = mask if isinstance(mask, Tensor) else None
     return Visible(own, None, ranks, found[0], _documents(cu_seqlens), given)
@@ -134,42 +124,3 @@ def select_keys(
             own = own.masked_fill(~shown, float("-inf"))
         found.append(select(own, top))
     return found[0] if len(found) == 1 else torch.cat(found, 1)
-
-
-def _allocate_intervals(
-    like: Tensor, cu_seqlens: Tensor | None, batch: int, queries: int, keys: int, *options: Any
-) -> Tensor:
-    return like.new_empty(2, 1 if cu_seqlens is None else batch, queries, dtype=torch.int32)
-
-
-def _run_intervals(
-    out: Tensor,
-    like: Tensor,
-    cu_seqlens: Tensor | None,
-    batch: int,
-    queries: int,
-    keys: int,
-    causal: bool,
-    window: int | None,
-) -> None:
-    q, k = (like.new_empty(()).expand(batch, tokens, 1, 1) for tokens in (queries, keys))
-    out.copy_(intervals(q, k, cu_seqlens, None, causal, window)[:2, :, :queries])
-
-
-_intervals = launch_op(
-    "visible_intervals(Tensor like, Tensor? cu_seqlens, SymInt batch, SymInt queries, SymInt keys, bool causal,"
-    " SymInt? window) -> Tensor",
-    _allocate_intervals,
-    _run_intervals,
-)
-
-
-def _allocate_bits(scores: Tensor, top: int) -> Tensor:
-    return scores.new_empty(*scores.shape[:2], cdiv(scores.shape[2], 32), dtype=torch.int32)
-
-
-def _run_select(bits: Tensor, scores: Tensor, top: int) -> None:
-    launch_select(scores, top, bits)
-
-
-select = launch_op("select_keys(Tensor scores, SymInt top) -> Tensor", _allocate_bits, _run_select)

@@ -125,11 +125,16 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
         by_position: whether masks separate documents by their positions.
     """
     implementation = str(model.config._attn_implementation)
-    if kwargs.get("cu_seq_lens_q") is None or "flash" in implementation:
-        return
     given = given_arguments(args, kwargs)
+    packed_by = "cu_seq_lens_q"
+    if kwargs.get("cu_seq_lens_q") is None:
+        if not masks_ignore_positions(model) or not _restart(given):
+            return
+        packed_by = "position_ids that restart"
+    if "flash" in implementation:
+        return
     mask = given.get("attention_mask")
-    why, found, first = _skipped(model), f"Transformers' {implementation} ignores cu_seq_lens_q", ""
+    why, found, first = _skipped(model), f"Transformers' {implementation} ignores {packed_by}", ""
     if by_position and given.get("position_ids") is not None:
         if isinstance(mask, Tensor) and mask.dim() == 2:
             # Of rows that are padded: Transformers does not look at positions.
@@ -145,7 +150,7 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
             found = f"{found}, and position_ids do not restart at token {token}, where a document starts"
             first = "pass position_ids [B, S] that restart at each document, or "
     raise KernelError(
-        f"{type(model).__name__} cannot keep packed documents (cu_seq_lens_q) apart",
+        f"{type(model).__name__} cannot keep packed documents ({packed_by}) apart",
         found=f"{why}, and {found}" if why else found,
         hint=(
             first
@@ -153,6 +158,12 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
             + "pass each document in a row of its own, padded, with an attention_mask"
         ),
     )
+
+
+def _restart(given: Mapping[str, Any]) -> bool:
+    """Whether positions start again within a row without a mask; a compiled model cannot read them."""
+    positions = positions_of_documents(given)
+    return positions is not None and not torch.compiler.is_compiling() and bool((positions[:, 1:] == 0).any())
 
 
 def _not_separated(given: Mapping[str, Any]) -> int | None:

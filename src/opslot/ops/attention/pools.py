@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opslot.ops._common.custom_op import launch_op
-from opslot.ops.attention.indexed import chunks_of_queries, keys_of_all_ranks, select, select_keys
-from opslot.ops.attention.kernels.expand_pools import expand_pools
+from opslot.ops.attention.bits import expand_pools, select
+from opslot.ops.attention.indexed import chunks_of_queries, keys_of_all_ranks, select_keys
 from opslot.ops.attention.visible import Visible
 from opslot.ops.indexer_scores.op import block_max as eager_block_max
 
@@ -182,7 +181,7 @@ def select_pools(
         weights = query.new_ones((), dtype=torch.float32).expand(query.shape[:3])
     bits = select_keys(kernel, query, key, weights, scale, Visible(pools.limits, None), top)
     tail = pools.tail if with_tail else None
-    return _expand(bits[:, None], pools.of_keys, pools.seen, tail).squeeze(1)
+    return expand_pools(bits[:, None], pools.of_keys, pools.seen, tail).squeeze(1)
 
 
 def select_blocks(
@@ -217,17 +216,4 @@ def select_blocks(
         scores = scores.scatter(-1, places, float("inf"))
         found.append(select(scores.flatten(0, 1), top).unflatten(0, (batch, heads)))
     bits = found[0] if len(found) == 1 else torch.cat(found, 2)
-    return _expand(bits, pools.of_keys, pools.seen, None)
-
-
-def _allocate(pool_bits: Tensor, pools: Tensor, seen: Tensor, tail: Tensor | None) -> Tensor:
-    return pool_bits.new_empty(*pool_bits.shape[:3], -(-pools.shape[1] // 32))
-
-
-def _run(bits: Tensor, pool_bits: Tensor, pools: Tensor, seen: Tensor, tail: Tensor | None) -> None:
-    expand_pools(pool_bits.contiguous(), pools, seen, tail, bits)
-
-
-_expand = launch_op(
-    "expand_pools(Tensor pool_bits, Tensor pools, Tensor seen, Tensor? tail) -> Tensor", _allocate, _run
-)
+    return expand_pools(bits, pools.of_keys, pools.seen, None)

@@ -31,13 +31,15 @@ def per_document(forward: Callable[..., Any]) -> Callable[..., Any]:
 
         parameters = _of_layers(self.config.rope_parameters, *args, **kwargs)
         limit = parameters["original_max_position_embeddings"] if is_longrope else self.original_max_seq_len
-        last = last_positions(position_ids)
-        last = torch.where(_are_packed(position_ids), last, last.max())
+        last, packed = last_positions(position_ids), _are_packed(position_ids)
+        last = torch.where(packed, last, last.max())
         is_short = last < limit
 
         def of(tokens: Tensor) -> Any:
             return forward(self, x, position_ids.masked_fill(~tokens, 0), *args, **kwargs)
 
+        if not is_longrope and bool((is_short & (packed | (last < limit - 1))).any()):
+            _forget_longer_sequences(self, *args, **kwargs)
         if is_longrope:
             # All long documents have the same frequencies. The last call leaves the module as Transformers does.
             return _select(is_short, of(is_short), forward(self, x, position_ids, *args, **kwargs))
@@ -49,6 +51,18 @@ def per_document(forward: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return rotary
+
+
+def _forget_longer_sequences(rotary: Any, layer_type: str | None = None) -> None:
+    """Give a rotary embedding of type dynamic its frequencies of short sequences.
+
+    Transformers does so from 5.13 on, but not before, and not for sequences of just the original length, which get
+    those of the last longer one unless they are packed.
+    """
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    current, original = (getattr(rotary, f"{prefix}{name}") for name in ("inv_freq", "original_inv_freq"))
+    setattr(rotary, f"{prefix}inv_freq", original.to(current.device))
+    setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
 
 
 def _are_packed(position_ids: Tensor) -> Tensor:
