@@ -6,6 +6,8 @@ import torch
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.distributed import init_parallel_state, shard_sequence, sum_over_ranks
+from opslot.models._sequence import with_ulysses
+from opslot.slots import binding_of
 from opslot.verify.random_model import random_model, train_step
 from opslot.verify.tiny import tiny_config
 
@@ -106,3 +108,12 @@ def parallelize_with_dynamic_frequencies():
 
 def test_dynamic_frequencies_of_compressed_keys_raise(ranks):
     ranks.run(parallelize_with_dynamic_frequencies)
+
+
+def test_pipeline_without_effect_raises():
+    model = random_model(tiny_config("deepseek_v4"))
+    opslot.apply(model)
+    bound = binding_of(model)
+    assert bound is not None
+    with pytest.raises(ConfigError, match="ulysses_pipeline=2 has no effect on DeepseekV4ForCausalLM"):
+        with_ulysses(*bound, pipeline=2)

@@ -44,6 +44,9 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
     """The binding of `model`, prepared by `prepare_ulysses`, for ranks that hold shards of sequences.
 
     Towers compute whole images, so their slots stay as they are.
+
+    Raises:
+        ConfigError: a `pipeline` for a model without attention whose heads ranks exchange.
     """
     decoder = _decoder_path(model)
 
@@ -58,6 +61,12 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
     for explicit in (True, False):
         is_attention = of("attention", explicit=explicit)
         binding = binding.with_wrapper(_Ulysses(pipeline, explicit), functools.partial(_by_heads, is_attention))
+    if pipeline > 1 and not any(_by_heads(of("attention"), slot) for slot in binding.slots):
+        raise ConfigError(
+            f"ulysses_pipeline={pipeline} has no effect on {type(model).__name__}, which has no attention whose heads "
+            "the ranks exchange",
+            hint="set ulysses_pipeline to 1",
+        )
     binding = binding.with_wrapper(
         KernelWrapper("gathered router logits", _OverGlobalSequences),
         lambda slot: slot.resolution.op_name == "load_balancing_loss",
