@@ -21,6 +21,7 @@ from tests.processors import write_checkpoint
 UNPACKED = ("hunyuan_vl", "mllama", "qwen2_audio")
 QUICK = ("gemma3", "llava_next")
 SLOW = (
+    "audioflamingo3",
     "aya_vision",
     "cohere2_vision",
     "cohere_compass",
@@ -49,6 +50,7 @@ SLOW = (
     "minimax_m3_vl",
     "mistral3",
     "moss_transcribe_diarize",
+    "musicflamingo",
     "ovis2",
     "paligemma",
     "phi4_multimodal",

@@ -78,10 +78,11 @@ def _auto_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    for kind, name in {"IMAGE_TEXT_TO_TEXT": "ImageTextToText", "MULTIMODAL_LM": "MultimodalLM"}.items():
-        multimodal = config.model_type in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")
-        if multimodal and config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            return getattr(transformers, f"AutoModelFor{name}")
+    from opslot.models._build import multimodal_auto_class
+
+    found = multimodal_auto_class(config)
+    if found is not None and config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return getattr(transformers, found[0])
     return transformers.AutoModelForCausalLM
 
 

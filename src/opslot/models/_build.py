@@ -282,6 +282,26 @@ def _named_class(config: PreTrainedConfig) -> str | None:
     return successor
 
 
+_MULTIMODAL_AUTO_CLASSES = {
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    # Decoders with audio that no other mapping has (Audio Flamingo 3), beside encoder-decoders of text.
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+}
+
+
+def multimodal_auto_class(config: PreTrainedConfig) -> tuple[str, str] | None:
+    """Transformers' Auto class for text from images, video or audio that has the config's type, and the class that it
+    builds; None without one."""
+    from transformers.models.auto import modeling_auto
+
+    for auto, names in _MULTIMODAL_AUTO_CLASSES.items():
+        found = getattr(modeling_auto, names, {}).get(config.model_type)
+        if found and not (auto == "AutoModelForSeq2SeqLM" and config.is_encoder_decoder):
+            return auto, found if isinstance(found, str) else found[0]
+    return None
+
+
 def auto_class_name(config: PreTrainedConfig, *, masked: bool = False) -> str:
     """The class that Transformers' Auto classes take for a language model: with vision or audio where the config has.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opslot._base.errors import ConfigError, missing_package
 from opslot._base.logging import get_logger
 from opslot.models import MODEL_PROCESSOR_REGISTRY
+from opslot.models._build import multimodal_auto_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -87,13 +88,19 @@ def multimodal_class(config: PreTrainedConfig) -> str:
     named = next(iter(config.architectures or ()), None)
     if named is not None and named.endswith("ForConditionalGeneration") and hasattr(transformers, named):
         return str(named)
-    for kind in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
-        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).get(config.model_type)
-        if found:
-            return str(found if isinstance(found, str) else found[0])
+    if (found := multimodal_auto_class(config)) is not None:
+        return found[1]
+    if config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"task vlm needs a model with images, video or audio, and {config.model_type!r} is a language model",
+            hint="set task: sft, or model.config_path to a vision-language or omni model",
+        )
     raise ConfigError(
-        f"task vlm needs a model with images, video or audio, and {config.model_type!r} is a language model",
-        hint="set task: sft, or model.config_path to a vision-language or omni model",
+        f"task vlm needs a model that generates text from images, video or audio, and Transformers has none of type "
+        f"{config.model_type!r}",
+        found=named or "",
+        hint="set model.config_path to a vision-language or omni model; other models take the kernels of "
+        "opslot.apply(model) in a training loop of your own",
     )
 
 

@@ -210,7 +210,8 @@ def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, cou
         types += [0] * len(before) + [_TYPE_IDS[kind]] * count + [0] * (len(after) + _TEXT)
     type_ids = torch.tensor([types])
     input_ids = torch.tensor([ids])
-    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, -100), **inputs}
+    # Some features depend on the tokens, which are others here.
+    batch = {**inputs, "input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, -100)}
     taken = inspect.signature(type(model).forward).parameters
     seconds = torch.ones(kinds.count("video"))
     if hasattr(holder, "get_rope_index"):
