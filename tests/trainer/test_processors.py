@@ -192,6 +192,15 @@ def test_processor_of_another_model(settings, train, tmp_path):
     assert "chat.jsonl, line 2: Image features and image tokens do not match" in error
 
 
+def test_sample_without_the_image_that_a_model_requires(settings, train, tmp_path):
+    """BLIP-2's forward pass has no default for images, so that a batch of text alone raised after the first steps."""
+    write_run("blip-2", settings, tmp_path)
+    code, _, error = train()
+    assert code == 2
+    assert "chat.jsonl, line 1: has no pixel_values, which Blip2ForConditionalGeneration requires" in error
+    assert "line 2" not in error
+
+
 def test_config_with_other_token_ids(settings, train, tmp_path):
     """Phi-4 multimodal has the ids in the configs of its encoders, and ignores images without them."""
     try:

@@ -171,6 +171,11 @@ class MultimodalEncoder(ChatEncoder):
         }
         loaded, tracks = self._load(description)
         inputs, expanded = self._process(description, loaded, tracks)
+        if missing := self._required_inputs - inputs.keys():
+            raise SampleError(
+                f"has no {', '.join(sorted(missing))}, which {type(self.positions.model).__name__} requires in every "
+                "sample; leave out samples of text alone, or use another model"
+            )
         ids = inputs["input_ids"][0]
         tokens = np.empty(len(ids), LABELED)
         tokens["token"] = ids
@@ -186,6 +191,12 @@ class MultimodalEncoder(ChatEncoder):
         tokens["label"][np.isin(tokens["token"], self.media_tokens)] = IGNORE_INDEX
         document = MediaDocument(tokens, to_bytes(description), encoder_cost(self.config, inputs))
         return document, {kind for kind, _ in used}
+
+    @cached_property
+    def _required_inputs(self) -> set[str]:
+        """Arguments that the forward pass of the model has no default for, such as BLIP's images."""
+        parameters = list(inspect.signature(type(self.positions.model).forward).parameters.values())[1:]
+        return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
 
     def _short_audio(self, text: str, expanded: str, audio: Sequence[np.ndarray]) -> str:
         """What is wrong where the model has no features of an audio; "" for nothing."""

@@ -127,7 +127,7 @@ def _part(document: Document, batch: int, length: int, name: str, x: Any) -> Any
         return None
     if hasattr(x, "of_document"):
         return x.of_document(document.stop - document.start)
-    if not isinstance(x, Tensor) or not (dims := _token_dims(name, x, length)):
+    if not isinstance(x, Tensor) or not (dims := _token_dims(name, x, batch, length)):
         return x
     rows = [dim for dim in range(dims[0]) if x.shape[dim] == batch]
     if name == "alibi" and x.dim() == 3 and x.shape[0] % batch == 0:
@@ -145,13 +145,16 @@ def _part(document: Document, batch: int, length: int, name: str, x: Any) -> Any
     return x
 
 
-def _token_dims(name: str, x: Tensor, length: int) -> list[int]:
+def _token_dims(name: str, x: Tensor, batch: int, length: int) -> list[int]:
     """The dims of an argument that are those of the tokens of a row."""
     last = x.dim() - 1
     if "mask" in name or "bias" in name:
         return [dim for dim in range(max(last - 1, 1), last + 1) if x.shape[dim] == length]
     if name == "position_ids":
         return [last] if x.shape[last] == length else []
+    if x.dim() == 2 and x.shape[0] == x.shape[1] == length != batch:
+        # Integers are of pairs of tokens, such as distances; cosines and sines are as wide as there are tokens.
+        return [0] if x.is_floating_point() else [0, 1]
     found = [dim for dim in range(1, x.dim()) if x.shape[dim] == length]
     if found == [2, 3] and last == 3:
         return found
