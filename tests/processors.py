@@ -155,7 +155,7 @@ def _sizes(cls, config, vision):
         "merge_size": merge,
         "spatial_merge_size": merge,
         "merge_kernel_size": merge,
-        "temporal_patch_size": getattr(vision, "temporal_patch_size", 2),
+        "temporal_patch_size": getattr(vision, "temporal_patch_size", 1),
         "image_grid_pinpoints": getattr(config, "image_grid_pinpoints", None),
         "pooling_kernel_size": getattr(vision, "pooling_kernel_size", None),
         "max_soft_tokens": 70,

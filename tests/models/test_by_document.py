@@ -30,7 +30,19 @@ from opslot.verify.two_processes import two_process_step
 @pytest.mark.quick("bloom", "deepseek_v4")
 @pytest.mark.parametrize(
     "arch",
-    ["bloom", "deepseek_v4", "doge", "glm5_next", "inkling", "inkling2", "mpt", "qwen4_exp", "recurrent_gemma", "xglm", "zaya"],
+    [
+        "bloom",
+        "deepseek_v4",
+        "doge",
+        "glm5_next",
+        "inkling",
+        "inkling2",
+        "mpt",
+        "qwen4_exp",
+        "recurrent_gemma",
+        "xglm",
+        "zaya",
+    ],
 )
 def test_packed_documents_equal_the_documents_alone(arch):
     found = check_architecture(arch, checks=["packed"])["packed"]

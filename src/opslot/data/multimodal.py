@@ -296,6 +296,9 @@ class MultimodalEncoder(ChatEncoder):
     def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], tracks: Sequence[int | None]) -> Any:
         """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
         options = {"return_tensors": "pt", **special_tokens_option(self.tokenizer, text, plain=self.plain)}
+        # Cosmos 3 Edge's processor does not return by default what its model needs.
+        is_off = getattr(self.processor, "return_mm_token_type_ids", None) is False
+        types = {"return_mm_token_type_ids": True} if is_off and self.positions.needs_types else {}
         try:
             return call_processor(
                 self.processor,
@@ -305,6 +308,7 @@ class MultimodalEncoder(ChatEncoder):
                 takes_frame_rate=self._takes_frame_rate,
                 masks_audio=bool(media["audio"]) and self._masks_audio,
                 **options,
+                **types,
             )
         except REJECTED:
             tokens = (getattr(self.processor, f"{kind}_token", None) for kind in KINDS)

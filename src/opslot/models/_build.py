@@ -163,7 +163,7 @@ def load_config(
     try:
         return cls.from_dict(data)
     except Exception as error:
-        raise _config_error(f"{file} is not a valid {model_type} config", data, error) from error
+        raise config_error(f"{file} is not a valid {model_type} config", data, error) from error
 
 
 def _decode_float(value: dict[str, Any]) -> Any:
@@ -179,7 +179,7 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
     return MODEL_CONFIG_REGISTRY.get(model_type)()
 
 
-def _config_error(what: str, config: Mapping[str, Any], error: Exception) -> ConfigError:
+def config_error(what: str, config: Mapping[str, Any], error: Exception) -> ConfigError:
     """The error for a config that Transformers failed on with `error`; names the sizes that may have caused it.
 
     Transformers divides by the number of heads without checking it, and torch raises for tensors of negative size.
@@ -340,7 +340,7 @@ def _instantiate(
         try:
             model = cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
         except Exception as error:
-            raise _config_error(f"{cls.__name__} cannot be built from its config", config.to_dict(), error) from error
+            raise config_error(f"{cls.__name__} cannot be built from its config", config.to_dict(), error) from error
     if empty:
         # Transformers ties weights in the same place where it draws them.
         model.tie_weights()

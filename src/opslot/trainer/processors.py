@@ -59,9 +59,9 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
     # One with *args may take it there.
     if "text" not in parameters and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         raise ConfigError(
-            f"task vlm cannot train with {type(processor).__name__}, which takes no text: it makes the tokens of a "
-            "conversation from audio alone",
-            hint="use a model whose processor takes text with audio, such as voxtral or qwen3_omni_moe",
+            f"task vlm cannot train with {type(processor).__name__}, which takes no text: it makes the inputs of the "
+            "model from images or audio alone",
+            hint="use a model whose processor takes text too, such as voxtral or qwen3_omni_moe for audio",
         )
     return processor
 
