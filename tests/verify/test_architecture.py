@@ -302,6 +302,10 @@ def test_every_modality_is_checked(arch, samples):
         # Sizes that must have a ratio to the hidden size of another part.
         ("muse_glimmer", ("text", "image", "video", "mixed")),
         ("fun_asr_nano", ("text", "audio")),
+        # Features that depend on the tokens.
+        ("musicflamingo", ("text", "audio")),
+        # Placed by a mask.
+        ("kosmos-2", ("image",)),
     ],
 )
 def test_other_forms_of_images(arch, samples):

@@ -61,13 +61,16 @@ class MediaSamples:
 def media_samples(model: Any) -> MediaSamples | None:
     """The samples that `model`, of Transformers' own class, takes; None for a model without encoders."""
     holder = feature_module(model)
+    found = None
     if holder is not None:
         own = [kind for kind in KINDS if hasattr(holder, f"get_{kind}_features")]
         tokens: dict[str, Sequence[int]] = {}
-        return _samples(own, lambda kinds: _first_that_runs(model, holder, kinds, tokens))
+        found = _samples(own, lambda kinds: _first_that_runs(model, holder, kinds, tokens))
     inlined = InlinedInputs(model)
-    if not inlined.names:
-        return None
+    # Kosmos-2 has a method for features, and places them by a mask instead of a token.
+    by_mask = any(name.endswith("position_mask") for name in inlined.parameters)
+    if not inlined.names or not (found is None or by_mask):
+        return found
     forms: dict[str, Form] = {}
     return _samples(inlined.names, lambda kinds: _first_form_that_runs(inlined, kinds, forms))
 
