@@ -171,6 +171,9 @@ def _sizes(cls, config, vision):
         # Here it is the number of features along a side of a tile.
         found["patch_size"] = side // patch // config.downsample_factor
     size = getattr(cls, "size", None) or {}
+    if cls.__name__.startswith("Inkling2"):
+        # Of the patches of a token.
+        return {"size": {"height": patch * merge, "width": patch * merge}}
     if set(size) == {"shortest_edge", "longest_edge"} and "split" in inspect.getsource(cls):
         found["size"] = {"shortest_edge": side // 2, "longest_edge": side}
         return found

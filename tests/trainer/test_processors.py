@@ -41,6 +41,7 @@ SLOW = (
     "hyperclovax_vision_v2",
     "idefics2",
     "idefics3",
+    "inkling2",
     "internvl",
     "janus",
     "kimi_k25",

@@ -304,6 +304,8 @@ def test_every_modality_is_checked(arch, samples):
         ("fun_asr_nano", ("text", "audio")),
         # Features that depend on the tokens.
         ("musicflamingo", ("text", "audio")),
+        # A grid of tokens.
+        ("inkling2", ("text", "image")),
         # Placed by a mask.
         ("kosmos-2", ("image",)),
     ],

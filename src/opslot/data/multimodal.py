@@ -396,7 +396,8 @@ class MultimodalEncoder(ChatEncoder):
             grid, merge = inputs.get(f"{kind}_grid_thw"), self._merge_size(kind, inputs)
             if grid is None or merge is None:
                 continue
-            if bool((grid[:, 1:] % merge).any()):
+            # Inkling 2's grid is of tokens, which the model's own code shows.
+            if bool((grid[:, 1:] % merge).any()) and self._check(ids, inputs) != "":
                 sizes = ", ".join(f"{h} x {w}" for _, h, w in grid.tolist())
                 raise SampleError(
                     f"its {kind} has {sizes} patches, which do not divide by the merge size {merge} of the model; use "
@@ -416,14 +417,20 @@ class MultimodalEncoder(ChatEncoder):
             # Some processors insert the tokens by themselves.
             if found and found != count:
                 problem = f"{found} {kind} placeholders ({token}) in the text, but {count} {kind} inputs"
-        if self.check_features is not None and (problem or unchecked):
+        if problem or unchecked:
             # Some models merge the frames of a video too.
-            known = self.check_features(ids, {name: value for name, value in inputs.items() if name not in _OWN})
+            known = self._check(ids, inputs)
             problem = problem if known is None else known
         if problem:
             raise SampleError(
                 f"{problem}; remove the placeholder from the text, or use the processor that ships with the checkpoint"
             )
+
+    def _check(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> str | None:
+        """What `check_features` returns; None without it."""
+        if self.check_features is None:
+            return None
+        return self.check_features(ids, {name: value for name, value in inputs.items() if name not in _OWN})
 
     def _merge_size(self, kind: str, inputs: Mapping[str, torch.Tensor]) -> int | None:
         """Patches along each axis that the model merges to one feature."""
