@@ -119,8 +119,8 @@ class _Reader:
             # Patches of a token beside each other, and their channels last (Inkling 2).
             sides = [side * merge for side in _pair(self.vision.patch_size)]
             count = sum(map(math.prod, sizes))
-            grid = self._integers([list(size) for size in sizes])
-            return {self.pixels: self._ones(count, *sides, self._channels()), f"{self.kind}_grid_thw": grid}
+            pixels = self._ones(count, *sides, self._channels())
+            return {self.pixels: pixels, f"{self.kind}_grid_thw": self._integers(sizes)}
         merged = getattr(self.vision, "temporal_merge_size", 1) if self.kind == "video" else 1
         grid = [[frames * merged, height * merge, width * merge] for frames, height, width in sizes]
         projection = self._projection()
