@@ -61,7 +61,7 @@ def write_checkpoint(folder, model_type):
             getattr(thinker, name).vocab_offset = len(tokenizer) + 4 * place
             getattr(thinker, name).vocab_size = 4
     extractor = type(getattr(processor, "feature_extractor", None)).__name__
-    if extractor.startswith("Moss") or ("Whisper" in extractor and "max_length" in source):
+    if extractor.startswith("Moss") or ("Whisper" in extractor and re.search("max_length|chunk_length", source)):
         # The frames of audio that is padded to 30 seconds.
         thinker.audio_config.max_source_positions = 1500
     if hasattr(getattr(thinker, "vision_config", None), "position_embedding_size"):
@@ -114,7 +114,8 @@ def _part(name, model_type, config):
         audio = getattr(config, "audio_config", None) or getattr(
             getattr(config, "thinker_config", None), "audio_config", None
         )
-        cls = getattr(transformers, feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES[model_type])
+        known = feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES
+        cls = getattr(transformers, known.get(model_type, "WhisperFeatureExtractor"))
         mels = getattr(audio, "num_mel_bins", None)
         options = (
             {"feature_size": mels} if mels and "feature_size" in inspect.signature(cls.__init__).parameters else {}
@@ -154,7 +155,7 @@ def _sizes(cls, config, vision):
         "merge_size": merge,
         "spatial_merge_size": merge,
         "merge_kernel_size": merge,
-        "temporal_patch_size": getattr(vision, "temporal_patch_size", 2),
+        "temporal_patch_size": getattr(vision, "temporal_patch_size", 1),
         "image_grid_pinpoints": getattr(config, "image_grid_pinpoints", None),
         "pooling_kernel_size": getattr(vision, "pooling_kernel_size", None),
         "max_soft_tokens": 70,
@@ -170,6 +171,9 @@ def _sizes(cls, config, vision):
         # Here it is the number of features along a side of a tile.
         found["patch_size"] = side // patch // config.downsample_factor
     size = getattr(cls, "size", None) or {}
+    if cls.__name__.startswith("Inkling2"):
+        # Of the patches of a token.
+        return {"size": {"height": patch * merge, "width": patch * merge}}
     if set(size) == {"shortest_edge", "longest_edge"} and "split" in inspect.getsource(cls):
         found["size"] = {"shortest_edge": side // 2, "longest_edge": side}
         return found

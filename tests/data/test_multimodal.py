@@ -442,6 +442,20 @@ def test_processor_without_audio_of_videos_raises(encoder_of):
         encoder_of(use_audio_in_video=True)
 
 
+def test_token_types_of_a_processor_that_returns_none_by_default(encoder_of, tmp_path, monkeypatch):
+    """As Cosmos 3 Edge's, whose model computes positions from them."""
+    encoder = encoder_of()
+    if not hasattr(encoder.processor, "return_mm_token_type_ids"):
+        pytest.skip("Transformers has had the attribute since 5.23")
+    file = write(tmp_path, {"messages": talk(png(tmp_path))})
+    (expected,), _, _ = encode(encoder, file)
+    positions = encoder.features(expected.extra, tokens_of(expected))["position_ids"]
+    monkeypatch.setattr(type(encoder.processor), "return_mm_token_type_ids", False)
+    (document,), problems, _ = encode(encoder, file)
+    assert not problems
+    assert torch.equal(encoder.features(document.extra, tokens_of(document))["position_ids"], positions)
+
+
 def test_cost_grows_with_the_image(model):
     config = AutoConfig.from_pretrained(model)
     small = encoder_cost(config, {"image_grid_thw": torch.tensor([[1, 4, 4]])})

@@ -48,6 +48,22 @@ def test_video_of_one_frame():
     assert [len(frames) for frames in call([video(3, 9)])["videos"]] == [3]
 
 
+@pytest.mark.parametrize("name", ["GotOcr2Processor", "Idefics3Processor"])
+def test_images_of_a_processor_with_pages(name):
+    """GOT-OCR's raises for a nested list, which it takes for the pages of one document."""
+
+    class Images(getattr(transformers, name)):
+        def __init__(self):
+            pass
+
+        def __call__(self, **arguments):
+            return arguments
+
+    media = {"image": ["first", "second"], "video": [], "audio": []}
+    found = call_processor(Images(), "text", media, (), takes_frame_rate=False, masks_audio=False)
+    assert found["images"] == (media["image"] if name == "GotOcr2Processor" else [media["image"]])
+
+
 class Videos:
     """A processor of videos alone."""
 

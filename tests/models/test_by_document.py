@@ -37,6 +37,7 @@ from opslot.verify.two_processes import two_process_step
         "glm5_next",
         "inkling",
         "inkling2_text",
+        "inkling2",
         "mpt",
         "qwen4_exp",
         "recurrent_gemma",
@@ -141,8 +142,10 @@ class Mixer(nn.Module):
     _opslot_by_document = True
     _opslot_keeps_sequences = "Mixer sums tokens"
 
-    def forward(self, hidden_states, attention_mask=None, scale=None, last=None):
+    def forward(self, hidden_states, attention_mask=None, scale=None, last=None, distance=None):
         out = hidden_states.cumsum(1)
+        if distance is not None:
+            out = out * distance.sum(-1)[..., None]
         if scale is not None:
             out = out * scale[0]
         if attention_mask is not None:
@@ -172,6 +175,12 @@ def test_each_call_gets_the_parts_of_one_document(rows):
         )
         torch.testing.assert_close(found[row : row + 1, tokens], alone[0])
         assert torch.equal(scores[index], alone[1])
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    found, _, _ = mixer.forward_by_document(states, distance=distance, cu_seq_lens_q=cu_seqlens)
+    for start, size in zip(cu_seqlens.tolist(), documents, strict=False):
+        row, tokens = start // length, slice(start % length, start % length + size)
+        alone, _, _ = mixer.forward(states[row : row + 1, tokens], distance=distance[tokens, tokens])
+        torch.testing.assert_close(found[row : row + 1, tokens], alone)
     _, _, again = mixer.forward_by_document(states, last=scores, cu_seq_lens_q=cu_seqlens)
     assert all(torch.equal(a, b) for a, b in zip(again, scores, strict=True))
 

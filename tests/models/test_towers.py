@@ -152,3 +152,11 @@ def test_audio_encoders_whose_config_has_another_name(name, paths):
     parts = parts_of(random_model(tiny_config(name)))
     assert {parameter.split(".")[1] for parameter in parts["audio"]} == paths
     assert all("projector" in parameter for parameter in parts["merger"])
+
+
+@pytest.mark.parametrize(("name", "path"), [("fuyu", "vision_embed_tokens"), ("gemma4_unified", "embed_vision")])
+def test_projections_of_patches_without_encoder_are_the_merger(name, path):
+    parts = parts_of(random_model(tiny_config(name)))
+    assert parts["merger"]
+    assert any(path in parameter for parameter in parts["merger"])
+    assert not parts["vision"]

@@ -332,6 +332,20 @@ def test_language_model_raises(settings, tmp_path, train):
     assert "'qwen3' is a language model" in err
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("wav2vec2-bert", "Wav2Vec2BertForCTC"), ("vit", "ViTForImageClassification")]
+)
+def test_model_that_generates_no_text_raises(model_type, architecture):
+    """Such as one with a CTC head, which is not a language model either."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from opslot.trainer.processors import multimodal_class
+
+    config = CONFIG_MAPPING[model_type](architectures=[architecture])
+    with pytest.raises(ConfigError, match=f"none of type '{model_type}'\n  found: {architecture}\n  hint: .*loop"):
+        multimodal_class(config)
+
+
 def test_registered_processor_is_used(vlm_settings, tmp_path):
     from transformers import Qwen3VLProcessor
 
@@ -377,3 +391,20 @@ def test_changed_image_raises_during_training(vlm_settings, tmp_path):
             draw(image, number + 1)
     with pytest.raises(DataError, match=r"line \d+: its images, video or audio have changed"):
         list(itertools.islice(trainer.batches, 8))
+
+
+@pytest.mark.parametrize("model_type", ["audioflamingo3", "musicflamingo"])
+def test_type_of_audio_in_one_mapping_of_transformers(model_type, tmp_path):
+    """Transformers has them as sequence-to-sequence models, although they have a decoder alone."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from opslot.cli.generate import _auto_class
+    from opslot.trainer.main import _load_command
+    from opslot.trainer.processors import multimodal_class
+
+    config = CONFIG_MAPPING[model_type]()
+    config.architectures = [multimodal_class(config)]
+    auto = _auto_class(config)
+    assert type(config) in auto._model_mapping
+    config.save_pretrained(tmp_path)
+    assert _load_command(tmp_path, config) == f'{auto.__name__}.from_pretrained("{tmp_path}")'

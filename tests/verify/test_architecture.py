@@ -305,6 +305,12 @@ def test_every_modality_is_checked(arch, samples):
         ("fun_asr_nano", ("text", "audio")),
         # Masks and sizes that the parameters of the forward name.
         ("mllama", ("text", "image")),
+        # Features that depend on the tokens.
+        ("musicflamingo", ("text", "audio")),
+        # A grid of tokens.
+        ("inkling2", ("text", "image")),
+        # Placed by a mask.
+        ("kosmos-2", ("image",)),
     ],
 )
 def test_other_forms_of_images(arch, samples):

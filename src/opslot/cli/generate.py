@@ -78,9 +78,11 @@ def _auto_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    multimodal = config.model_type in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-    if multimodal and config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return transformers.AutoModelForMultimodalLM
+    from opslot.models._build import multimodal_auto_class
+
+    found = multimodal_auto_class(config)
+    if found is not None and config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return getattr(transformers, found[0])
     return transformers.AutoModelForCausalLM
 
 

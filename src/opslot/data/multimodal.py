@@ -171,6 +171,11 @@ class MultimodalEncoder(ChatEncoder):
         }
         loaded, tracks = self._load(description)
         inputs, expanded = self._process(description, loaded, tracks)
+        if missing := self._required_inputs - inputs.keys():
+            raise SampleError(
+                f"has no {', '.join(sorted(missing))}, which {type(self.positions.model).__name__} requires in every "
+                "sample; leave out samples of text alone, or use another model"
+            )
         ids = inputs["input_ids"][0]
         tokens = np.empty(len(ids), LABELED)
         tokens["token"] = ids
@@ -186,6 +191,12 @@ class MultimodalEncoder(ChatEncoder):
         tokens["label"][np.isin(tokens["token"], self.media_tokens)] = IGNORE_INDEX
         document = MediaDocument(tokens, to_bytes(description), encoder_cost(self.config, inputs))
         return document, {kind for kind, _ in used}
+
+    @cached_property
+    def _required_inputs(self) -> set[str]:
+        """Arguments that the forward pass of the model has no default for, such as BLIP's images."""
+        parameters = list(inspect.signature(type(self.positions.model).forward).parameters.values())[1:]
+        return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
 
     def _short_audio(self, text: str, expanded: str, audio: Sequence[np.ndarray]) -> str:
         """What is wrong where the model has no features of an audio; "" for nothing."""
@@ -285,6 +296,9 @@ class MultimodalEncoder(ChatEncoder):
     def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], tracks: Sequence[int | None]) -> Any:
         """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
         options = {"return_tensors": "pt", **special_tokens_option(self.tokenizer, text, plain=self.plain)}
+        # Cosmos 3 Edge's processor does not return by default what its model needs.
+        is_off = getattr(self.processor, "return_mm_token_type_ids", None) is False
+        types = {"return_mm_token_type_ids": True} if is_off and self.positions.needs_types else {}
         try:
             return call_processor(
                 self.processor,
@@ -294,6 +308,7 @@ class MultimodalEncoder(ChatEncoder):
                 takes_frame_rate=self._takes_frame_rate,
                 masks_audio=bool(media["audio"]) and self._masks_audio,
                 **options,
+                **types,
             )
         except REJECTED:
             tokens = (getattr(self.processor, f"{kind}_token", None) for kind in KINDS)
@@ -381,7 +396,8 @@ class MultimodalEncoder(ChatEncoder):
             grid, merge = inputs.get(f"{kind}_grid_thw"), self._merge_size(kind, inputs)
             if grid is None or merge is None:
                 continue
-            if bool((grid[:, 1:] % merge).any()):
+            # Inkling 2's grid is of tokens, which the model's own code shows.
+            if bool((grid[:, 1:] % merge).any()) and self._check(ids, inputs) != "":
                 sizes = ", ".join(f"{h} x {w}" for _, h, w in grid.tolist())
                 raise SampleError(
                     f"its {kind} has {sizes} patches, which do not divide by the merge size {merge} of the model; use "
@@ -401,14 +417,20 @@ class MultimodalEncoder(ChatEncoder):
             # Some processors insert the tokens by themselves.
             if found and found != count:
                 problem = f"{found} {kind} placeholders ({token}) in the text, but {count} {kind} inputs"
-        if self.check_features is not None and (problem or unchecked):
+        if problem or unchecked:
             # Some models merge the frames of a video too.
-            known = self.check_features(ids, {name: value for name, value in inputs.items() if name not in _OWN})
+            known = self._check(ids, inputs)
             problem = problem if known is None else known
         if problem:
             raise SampleError(
                 f"{problem}; remove the placeholder from the text, or use the processor that ships with the checkpoint"
             )
+
+    def _check(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> str | None:
+        """What `check_features` returns; None without it."""
+        if self.check_features is None:
+            return None
+        return self.check_features(ids, {name: value for name, value in inputs.items() if name not in _OWN})
 
     def _merge_size(self, kind: str, inputs: Mapping[str, torch.Tensor]) -> int | None:
         """Patches along each axis that the model merges to one feature."""

@@ -40,7 +40,9 @@ def call_processor(
     arguments: dict[str, Any] = {}
     if media["image"]:
         # Of one sample: LLaVA-OneVision splits an image in tiles only where it is the only one of its sample.
-        arguments["images"] = [media["image"]]
+        # GOT-OCR's processor takes a nested list for the pages of one document.
+        is_flat = source_has(type(processor), "multi_page")
+        arguments["images"] = media["image"] if is_flat else [media["image"]]
     if media["audio"]:
         arguments["audio"] = media["audio"]
         if masks_audio:

@@ -57,6 +57,14 @@ class RopePositions:
         return 1 if self._module is None else 3
 
     @cached_property
+    def needs_types(self) -> bool:
+        """Whether positions follow from the kind of each token, text or image."""
+        return (
+            self._module is not None
+            and "mm_token_type_ids" in inspect.signature(self._module.get_rope_index).parameters
+        )
+
+    @cached_property
     def takes_text_axis(self) -> bool:
         """Whether the model takes the positions of packed documents as an axis before the others."""
         return any(map(takes_text_axis, {type(module) for module in self.model.modules()}))

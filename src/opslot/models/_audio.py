@@ -14,10 +14,12 @@ from opslot.models._probe import Inputs, Probe, find_once
 METHOD = "get_audio_features"
 # Names of inputs: mel features, a waveform, or codes.
 _KINDS = ("input_features", "input_values", "audio_input_ids")
+_TOKENS = "input_ids"
 # Names of the config of an audio encoder.
 AUDIO_CONFIGS = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config")
 _SHORT = tuple(2**n for n in range(9))
 _LONGEST = 6000
+_FEW_FRAMES = 8
 _USUAL_MELS = (80, 128)
 
 
@@ -66,16 +68,23 @@ class AudioInputs:
         """Inputs of one audio, the shortest first."""
         for dtype in (torch.bool, torch.int64):
             for length in self._lengths():
-                rest = self._rest(name, length, dtype)
-                if rest is not None:
+                for rest in self._rest(name, length, dtype):
                     yield from ({name: features, **rest} for features in self._forms(name, length, model))
 
-    def _rest(self, name: str, length: int, dtype: torch.dtype) -> Inputs | None:
-        """Masks of `length` frames that are all real. None where the method requires something else too."""
+    def _rest(self, name: str, length: int, dtype: torch.dtype) -> Iterator[Inputs]:
+        """Masks of `length` frames that are all real; where the method requires tokens too, a placeholder and masks of
+        few real frames, of which one gives its feature. Nothing where it requires something else."""
         others = {other: p for other, p in self._parameters.items() if other != name}
-        if any(p.default is p.empty and "mask" not in other for other, p in others.items()):
-            return None
-        return {other: torch.ones(1, length, dtype=dtype) for other in others if "mask" in other}
+        masks = [other for other in others if "mask" in other]
+        required = {other for other, p in others.items() if p.default is p.empty} - {*masks}
+        token = getattr(self._holder.config, "audio_token_id", None)
+        if required - ({_TOKENS} if token is not None else set()):
+            return
+        # Text separates the placeholders of audios, from which their times follow (Music Flamingo).
+        tokens = {_TOKENS: torch.tensor([[token, 0 if token else 1]])} if required else {}
+        for real in range(1, min(length, _FEW_FRAMES) + 1) if required else (length,):
+            mask = (torch.arange(length) < real).to(dtype)[None]
+            yield {**dict.fromkeys(masks, mask), **tokens}
 
     def _forms(self, name: str, length: int, model: nn.Module) -> Iterator[Tensor]:
         """Features of one audio of `length` frames or samples, in each order of dims that an encoder may take."""

@@ -163,7 +163,7 @@ def load_config(
     try:
         return cls.from_dict(data)
     except Exception as error:
-        raise _config_error(f"{file} is not a valid {model_type} config", data, error) from error
+        raise config_error(f"{file} is not a valid {model_type} config", data, error) from error
 
 
 def _decode_float(value: dict[str, Any]) -> Any:
@@ -179,7 +179,7 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
     return MODEL_CONFIG_REGISTRY.get(model_type)()
 
 
-def _config_error(what: str, config: Mapping[str, Any], error: Exception) -> ConfigError:
+def config_error(what: str, config: Mapping[str, Any], error: Exception) -> ConfigError:
     """The error for a config that Transformers failed on with `error`; names the sizes that may have caused it.
 
     Transformers divides by the number of heads without checking it, and torch raises for tensors of negative size.
@@ -282,6 +282,26 @@ def _named_class(config: PreTrainedConfig) -> str | None:
     return successor
 
 
+_MULTIMODAL_AUTO_CLASSES = {
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    # Decoders with audio that no other mapping has (Audio Flamingo 3), beside encoder-decoders of text.
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+}
+
+
+def multimodal_auto_class(config: PreTrainedConfig) -> tuple[str, str] | None:
+    """Transformers' Auto class for text from images, video or audio that has the config's type, and the class that it
+    builds; None without one."""
+    from transformers.models.auto import modeling_auto
+
+    for auto, names in _MULTIMODAL_AUTO_CLASSES.items():
+        found = getattr(modeling_auto, names, {}).get(config.model_type)
+        if found and not (auto == "AutoModelForSeq2SeqLM" and config.is_encoder_decoder):
+            return auto, found if isinstance(found, str) else found[0]
+    return None
+
+
 def auto_class_name(config: PreTrainedConfig, *, masked: bool = False) -> str:
     """The class that Transformers' Auto classes take for a language model: with vision or audio where the config has.
 
@@ -320,7 +340,7 @@ def _instantiate(
         try:
             model = cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
         except Exception as error:
-            raise _config_error(f"{cls.__name__} cannot be built from its config", config.to_dict(), error) from error
+            raise config_error(f"{cls.__name__} cannot be built from its config", config.to_dict(), error) from error
     if empty:
         # Transformers ties weights in the same place where it draws them.
         model.tie_weights()

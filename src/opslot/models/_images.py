@@ -26,6 +26,8 @@ _SIDES = ("image_size", "resolution")
 # Pixels along each axis that become one token of an image tokenizer.
 _FACTOR = "vision_spatial_factor"
 _MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size")
+# The grid is of tokens, which the encoder multiplies by the patches that become one.
+_GRID_OF_TOKENS = re.compile(r"_grid_thw(\.cpu\(\))? \* torch\.tensor\(\[1, merge, merge\]\)")
 # Sides to try where no config has one.
 _TRIED = (64, 128, 224, 256, 384, 512)
 
@@ -113,6 +115,12 @@ class _Reader:
     def _patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
         """Patches of all images in one sequence, with the patches along each axis."""
         merge = self._merge()
+        if _GRID_OF_TOKENS.search(forward_source(type(self.tower))):
+            # Patches of a token beside each other, and their channels last (Inkling 2).
+            sides = [side * merge for side in _pair(self.vision.patch_size)]
+            count = sum(map(math.prod, sizes))
+            pixels = self._ones(count, *sides, self._channels())
+            return {self.pixels: pixels, f"{self.kind}_grid_thw": self._integers(sizes)}
         merged = getattr(self.vision, "temporal_merge_size", 1) if self.kind == "video" else 1
         grid = [[frames * merged, height * merge, width * merge] for frames, height, width in sizes]
         projection = self._projection()

@@ -117,9 +117,13 @@ def find_towers(model: nn.Module) -> Towers:
 
 def inlined_inputs(model: nn.Module) -> dict[str, str]:
     """By kind, the inputs of images or audio of a model whose forward has no method that computes their features."""
+    return media_parameters(model) if feature_module(model) is None else {}
+
+
+def media_parameters(model: nn.Module) -> dict[str, str]:
+    """By kind, the first parameter of a model's forward that takes images or audio."""
     found: dict[str, str] = {}
-    forward = type(transformers_model(model)).forward
-    for name in inspect.signature(forward).parameters if feature_module(model) is None else ():
+    for name in inspect.signature(type(transformers_model(model)).forward).parameters:
         kind = next((kind for kind, names in _INPUTS.items() if name.endswith(names)), None)
         if kind is not None:
             found.setdefault(kind, name)

@@ -11,6 +11,7 @@ from torch import nn
 from opslot._base.errors import ConfigError
 from opslot.models._audio import AUDIO_CONFIGS
 from opslot.models._decoder import decoder_in
+from opslot.models._modalities import feature_module
 from opslot.slots.protocol import trained_model
 
 PARTS = ("vision", "audio", "merger", "language_model")
@@ -23,7 +24,8 @@ def parts_of(model: Any) -> dict[str, list[str]]:
 
     An encoder is a module whose config is the model's vision_config or audio_config (or what else a model calls that).
     The language model is its decoder with the output layer. What is between them, and an encoder's own projection, is
-    the merger. A model without encoders has no merger: a classifier's head is in no part.
+    the merger, also where patches have no encoder (Fuyu). A model without images, video and audio has none: a
+    classifier's head is in no part.
     """
     config = trained_model(model).config
     names = {"vision_config": "vision", **dict.fromkeys(AUDIO_CONFIGS, "audio")}
@@ -35,6 +37,7 @@ def parts_of(model: Any) -> dict[str, list[str]]:
             encoders[name] = kind
     own = [_language_model(model), trained_model(model).get_output_embeddings()]
     text = [name for name, module in model.named_modules() if any(module is part for part in own)]
+    has_features = bool(encoders) or feature_module(model) is not None
     found: dict[str, list[str]] = {part: [] for part in PARTS}
     for name, _ in model.named_parameters():
         encoder = next((outer for outer in encoders if name.startswith(f"{outer}.")), None)
@@ -43,7 +46,7 @@ def parts_of(model: Any) -> dict[str, list[str]]:
             found["merger" if any(word in inside for word in _MERGERS) else encoders[encoder]].append(name)
         elif any(name.startswith(f"{prefix}.") for prefix in text):
             found["language_model"].append(name)
-        elif encoders:
+        elif has_features:
             found["merger"].append(name)
     return found
 

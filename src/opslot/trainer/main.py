@@ -165,7 +165,7 @@ def _load_command(folder: Path, config: Any) -> str | None:
     if (file := folder / "adapter_config.json").is_file():
         if architecture.endswith("ForConditionalGeneration"):
             # PEFT has no class that loads one; Transformers' load adapters too.
-            return f'{_multimodal_auto_class(architecture)}.from_pretrained("{folder}")'
+            return f'{_multimodal_class(config, architecture)}.from_pretrained("{folder}")'
         task = json.loads(file.read_text())["task_type"]
         kind = next(f"peft.AutoPeftModel{name}" for name, task_type in kinds.items() if task_type == task)
         if task != "CAUSAL_LM":
@@ -176,18 +176,19 @@ def _load_command(folder: Path, config: Any) -> str | None:
     elif (file := folder / "config.json").is_file():
         architecture = json.loads(file.read_text())["architectures"][0]
         if architecture.endswith("ForConditionalGeneration"):
-            return f'{_multimodal_auto_class(architecture)}.from_pretrained("{folder}")'
+            return f'{_multimodal_class(config, architecture)}.from_pretrained("{folder}")'
         kind = next((f"AutoModel{name}" for name in kinds if architecture.endswith(name)), architecture)
     else:
         return None
     return f'{kind}.from_pretrained("{folder}")'
 
 
-def _multimodal_auto_class(architecture: str) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+def _multimodal_class(config: Any, architecture: str) -> str:
+    """The class of Transformers that loads a multimodal model: an Auto class where one has it."""
+    from opslot.models._build import multimodal_auto_class
 
-    with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return "AutoModelForImageTextToText" if architecture in with_images else "AutoModelForMultimodalLM"
+    auto, _ = multimodal_auto_class(config) or (architecture, architecture)
+    return auto
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opslot._base.errors import ConfigError, missing_package
 from opslot._base.logging import get_logger
 from opslot.models import MODEL_PROCESSOR_REGISTRY
+from opslot.models._build import multimodal_auto_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -58,9 +59,9 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
     # One with *args may take it there.
     if "text" not in parameters and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         raise ConfigError(
-            f"task vlm cannot train with {type(processor).__name__}, which takes no text: it makes the tokens of a "
-            "conversation from audio alone",
-            hint="use a model whose processor takes text with audio, such as voxtral or qwen3_omni_moe",
+            f"task vlm cannot train with {type(processor).__name__}, which takes no text: it makes the inputs of the "
+            "model from images or audio alone",
+            hint="use a model whose processor takes text too, such as voxtral or qwen3_omni_moe for audio",
         )
     return processor
 
@@ -87,12 +88,19 @@ def multimodal_class(config: PreTrainedConfig) -> str:
     named = next(iter(config.architectures or ()), None)
     if named is not None and named.endswith("ForConditionalGeneration") and hasattr(transformers, named):
         return str(named)
-    found = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
-    if found is not None:
-        return str(found if isinstance(found, str) else found[0])
+    if (found := multimodal_auto_class(config)) is not None:
+        return found[1]
+    if config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"task vlm needs a model with images, video or audio, and {config.model_type!r} is a language model",
+            hint="set task: sft, or model.config_path to a vision-language or omni model",
+        )
     raise ConfigError(
-        f"task vlm needs a model with images, video or audio, and {config.model_type!r} is a language model",
-        hint="set task: sft, or model.config_path to a vision-language or omni model",
+        f"task vlm needs a model that generates text from images, video or audio, and Transformers has none of type "
+        f"{config.model_type!r}",
+        found=named or "",
+        hint="set model.config_path to a vision-language or omni model; other models take the kernels of "
+        "opslot.apply(model) in a training loop of your own",
     )
 
 

@@ -26,6 +26,7 @@ from opslot.data.split import split_documents
 from opslot.data.token_templates import TokenTemplateEncoder, renders_tokens
 from opslot.data.tokenizer import load_tokenizer
 from opslot.models import trained_config
+from opslot.models._build import config_error
 from opslot.models._placeholders import PlaceholderCheck
 from opslot.trainer.config import RunConfig
 from opslot.trainer.processors import load_processor, multimodal_class
@@ -332,6 +333,13 @@ def _multimodal_encoder(
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     trained = trained_config(model_config, multimodal_class(model_config))
     positions = RopePositions(trained, multimodal_class(trained))
+    try:
+        # Of the configuration, not of a sample.
+        positions.model  # noqa: B018
+    except Exception as error:
+        raise config_error(
+            f"{positions.class_name} cannot be built from its config", trained.to_dict(), error
+        ) from error
     encoder = TokenTemplateEncoder if renders_tokens(tokenizer) else MultimodalEncoder
     return encoder(
         processor,

@@ -18,6 +18,7 @@ import copy
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,7 +231,20 @@ class _Run:
         except OpslotError as error:
             return CheckOutcome(check, "failed", str(error))
         except Exception as error:
+            if self._transformers_error:
+                return CheckOutcome(check, "unsupported", self._transformers_error)
             return CheckOutcome(check, "failed", f"raised {type(error).__name__}: {error}")
+
+    @cached_property
+    def _transformers_error(self) -> str:
+        """What Transformers' own model raises for the samples; "" where it runs."""
+        original = random_model(self.config)
+        try:
+            for batch in self._batches().values():
+                _of_transformers(self._step, trained_part(original), batch)
+        except _NoReference as error:
+            return str(error)
+        return ""
 
     def _eager(self) -> tuple[str, str]:
         original = random_model(self.config)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.models._modalities import inlined_inputs
+from opslot.models._modalities import media_parameters
 
 Batch = dict[str, Any]
 
@@ -64,7 +64,7 @@ class InlinedInputs:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.names = inlined_inputs(model)
+        self.names = media_parameters(model)
         self.parameters = dict(inspect.signature(type(model).forward).parameters)
         config = model.config
         self.configs = {

@@ -61,13 +61,16 @@ class MediaSamples:
 def media_samples(model: Any) -> MediaSamples | None:
     """The samples that `model`, of Transformers' own class, takes; None for a model without encoders."""
     holder = feature_module(model)
+    found = None
     if holder is not None:
         own = [kind for kind in KINDS if hasattr(holder, f"get_{kind}_features")]
         tokens: dict[str, Sequence[int]] = {}
-        return _samples(own, lambda kinds: _first_that_runs(model, holder, kinds, tokens))
+        found = _samples(own, lambda kinds: _first_that_runs(model, holder, kinds, tokens))
     inlined = InlinedInputs(model)
-    if not inlined.names:
-        return None
+    # Kosmos-2 has a method for features, and places them by a mask instead of a token.
+    by_mask = any(name.endswith("position_mask") for name in inlined.parameters)
+    if not inlined.names or not (found is None or by_mask):
+        return found
     forms: dict[str, Form] = {}
     return _samples(inlined.names, lambda kinds: _first_form_that_runs(inlined, kinds, forms))
 
@@ -210,7 +213,8 @@ def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, cou
         types += [0] * len(before) + [_TYPE_IDS[kind]] * count + [0] * (len(after) + _TEXT)
     type_ids = torch.tensor([types])
     input_ids = torch.tensor([ids])
-    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, -100), **inputs}
+    # Some features depend on the tokens, which are others here.
+    batch = {**inputs, "input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, -100)}
     taken = inspect.signature(type(model).forward).parameters
     seconds = torch.ones(kinds.count("video"))
     if hasattr(holder, "get_rope_index"):

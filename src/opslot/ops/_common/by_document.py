@@ -197,9 +197,9 @@ def _token_dims(name: str, x: Tensor, batch: int, length: int) -> list[int]:
         return [dim for dim in range(max(last - 1, 1), last + 1) if x.shape[dim] == length]
     if name == "position_ids":
         return [last] if x.shape[last] == length else []
-    if x.shape == (length, length) and batch != length:
-        # Of queries and keys, such as the distances between them.
-        return [0, 1]
+    if x.dim() == 2 and x.shape[0] == x.shape[1] == length != batch:
+        # Integers are of pairs of tokens, such as distances; cosines and sines are as wide as there are tokens.
+        return [0] if x.is_floating_point() else [0, 1]
     found = [dim for dim in range(1, x.dim()) if x.shape[dim] == length]
     if found == [2, 3] and last == 3:
         return found
