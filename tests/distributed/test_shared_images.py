@@ -106,8 +106,12 @@ def features_of_videos(name):
     patch_embed = next(m for m in holder.modules() if isinstance(m, torch.nn.Conv3d))
     seen = []
     patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel() // module.weight[0].numel()))
-    _multimodal_sequence._whole.set(True)
-    found = pytree.tree_leaves(features_of(getattr(holder, method)(**inputs)))
+    # As in the forward pass of the model.
+    before = _multimodal_sequence._whole.set(True)
+    try:
+        found = pytree.tree_leaves(features_of(getattr(holder, method)(**inputs)))
+    finally:
+        _multimodal_sequence._whole.reset(before)
     equal = [x.shape == y.shape and torch.allclose(x, y, atol=1e-6) for x, y in zip(found, expected, strict=True)]
     return equal, seen
 
