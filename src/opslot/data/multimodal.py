@@ -36,7 +36,14 @@ from opslot.data.media import (
     to_bytes,
 )
 from opslot.data.media_parts import COLUMNS, has_unused_tag, separate_media
-from opslot.data.processor_call import audio_without_tokens, call_processor, cut_audio, source_has
+from opslot.data.processor_call import (
+    RecordingTokenizer,
+    audio_without_tokens,
+    call_processor,
+    cut_audio,
+    source_has,
+    special_tokens_option,
+)
 from opslot.data.records import Location
 from opslot.data.rope_positions import RopePositions
 
@@ -282,7 +289,7 @@ class MultimodalEncoder(ChatEncoder):
         self, description: dict[str, Any], loaded: dict[str, list[Any]], tracks: Sequence[int | None]
     ) -> tuple[dict[str, torch.Tensor], str]:
         """The processor's outputs for a sample with its loaded media, and its text with all placeholders."""
-        recorder = _Recorder(self.tokenizer)
+        recorder = RecordingTokenizer(self.tokenizer)
         self.processor.tokenizer = recorder
         try:
             outputs = self._call(recorder, description["text"], loaded, tracks)
@@ -444,36 +451,6 @@ class MultimodalEncoder(ChatEncoder):
         token = getattr(self.config, "video_token_id", None)
         has_frames = "video_grid_thw" in inputs and "pixel_values_videos" in inputs
         return has_frames and token is not None and not bool((ids == token).any())
-
-
-def special_tokens_option(tokenizer: Any, text: str, *, plain: bool = False) -> dict[str, bool]:
-    """The option by which a processor adds special tokens to a text as its `apply_chat_template` does.
-
-    A chat template of a text model has all of them. That of a multimodal model, such as LLaVA's, may leave the first
-    one to the tokenizer.
-
-    Args:
-        plain: the text has no chat template.
-    """
-    if plain:
-        return {"add_special_tokens": True}
-    bos = getattr(tokenizer, "bos_token", None)
-    return {"add_special_tokens": False} if bos and text.startswith(bos) else {}
-
-
-class _Recorder:
-    """A tokenizer that keeps the text it was called with."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.text = ""
-
-    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        self.text = text if isinstance(text, str) else text[0]
-        return self._tokenizer(text, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
 
 
 def _used(sample: Rendered, media: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

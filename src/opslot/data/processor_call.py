@@ -138,3 +138,33 @@ def _padded_length(extractor: Any, audio: Sequence[Any]) -> int:
     """Samples of the longest audio and of silence that a window at its end reaches, in whole frames."""
     longest = max(map(len, audio)) + extractor.n_fft
     return min(int(extractor.n_samples), -(-longest // extractor.hop_length) * extractor.hop_length)
+
+
+def special_tokens_option(tokenizer: Any, text: str, *, plain: bool = False) -> dict[str, bool]:
+    """The option by which a processor adds special tokens to a text as its `apply_chat_template` does.
+
+    A chat template of a text model has all of them. That of a multimodal model, such as LLaVA's, may leave the first
+    one to the tokenizer.
+
+    Args:
+        plain: the text has no chat template.
+    """
+    if plain:
+        return {"add_special_tokens": True}
+    bos = getattr(tokenizer, "bos_token", None)
+    return {"add_special_tokens": False} if bos and text.startswith(bos) else {}
+
+
+class RecordingTokenizer:
+    """A tokenizer that keeps the text it was called with."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.text = ""
+
+    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        self.text = text if isinstance(text, str) else text[0]
+        return self._tokenizer(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from opslot.data.content_forms import ContentForms
-from opslot.data.multimodal import special_tokens_option
+from opslot.data.processor_call import special_tokens_option
 from opslot.data.token_templates import renders_tokens
 
 if TYPE_CHECKING:
