@@ -75,7 +75,9 @@ def test_selective_compiles():
 
 def test_saved_ops():
     kept = ["aten::mm", "aten::addmm", "aten::_scaled_dot_product_flash_attention", "opslot::moe_grouped_mm"]
-    assert all(is_saved(name) for name in [*kept, "opslot::attention", "opslot::flash_attention_4"])
+    assert all(
+        is_saved(name) for name in [*kept, "opslot::attention", "opslot::flash_attention_4", "opslot::aligned_linear"]
+    )
     recomputed = ["aten::bmm", "aten::mul", "opslot::rms_norm", "opslot::attention_backward", "opslot::swiglu"]
     assert not any(is_saved(name) for name in recomputed)
 

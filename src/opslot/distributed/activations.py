@@ -32,7 +32,8 @@ _MATMULS = r"(mm|addmm|linear|_scaled_mm|_grouped_mm|_scaled_grouped_mm)"
 _SAVED = re.compile(
     rf"(aten::{_MATMULS}"
     r"|aten::_(scaled_dot_product|flash|efficient)_\w*attention\w*"
-    r"|opslot::(attention|flash_attention_4|moe_\w+|chunk_gated_delta_rule|mamba_chunk_scan|batch_invariant_linear)"
+    r"|opslot::(attention|flash_attention_4|moe_\w+|chunk_gated_delta_rule|mamba_chunk_scan)"
+    r"|opslot::(batch_invariant|aligned)_linear"
     r"|flash_attn\w*::\w*)"
 )
 # A smaller tensor is not worth a copy.

@@ -86,7 +86,7 @@ def _backward(
 
 
 _linear: Any = differentiable_op(
-    "linear_aligned(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+    "aligned_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     allocate=_allocate,
     launch=_forward,
     allocate_gradients=_allocate_gradients,
