@@ -21,7 +21,7 @@ def quantize(
     """Write x in FP8, transposed into `columns`, and the scale that undoes the scaling.
 
     Args:
-        x: [T, K], contiguous.
+        x: [T, K], contiguous, of 16 bits.
         rows: [T, K], columns: [K, T padded], of an FP8 dtype, contiguous.
         scale: float32 [].
         largest: finite number of the FP8 dtype.
