@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -43,6 +44,32 @@ def cdiv(a: int, b: int) -> int:
 
 # Without `torch.cuda.current_device`'s check that CUDA is initialized, which a tensor on a GPU shows.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def launch_concurrently(device: torch.device, first: Callable[[], object], second: Callable[[], object]) -> None:
+    """Call two functions whose kernels do not fill a GPU, so that it runs them at the same time.
+
+    What is launched before and afterwards on the current stream is ordered with both.
+
+    Args:
+        first: launches on a stream of its own, so it must not allocate tensors.
+        second: launches on the current stream, and must not read what `first` writes.
+    """
+    if device.type != "cuda":
+        first()
+        second()
+        return
+    current, other = torch.cuda.current_stream(device), _second_stream(device)
+    other.wait_stream(current)
+    with torch.cuda.stream(other):
+        first()
+    second()
+    current.wait_stream(other)
 
 
 class KernelLauncher:

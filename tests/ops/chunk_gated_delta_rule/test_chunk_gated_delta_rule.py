@@ -483,6 +483,40 @@ def test_kernels_pass_states_from_call_to_call(name, variant, width, v_width, ba
         assert (got.double() - want).norm() <= 1e-2 * want.norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [(), (128,)])
+@pytest.mark.parametrize("captured", [False, True])
+def test_both_recurrences_of_backward_at_the_same_time_give_the_same_gradients(channels, captured, monkeypatch):
+    from opslot.ops.chunk_gated_delta_rule.kernels import backward
+
+    kernel = KERNEL_REGISTRY.load("chunk_gated_delta_rule", "per_channel" if channels else "standard", "triton")
+    heads = 32 if channels else 16
+    given = inputs(2048, 1, heads, 32, 128, 128, dtype=torch.bfloat16, device="cuda", channels=channels)
+
+    def step():
+        out, _ = kernel(**given, use_qk_l2norm_in_kernel=True)
+        return [out, *torch.autograd.grad(out.float().square().sum(), list(given.values()))]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backward, "launch_concurrently", lambda device, first, second: (first(), second()))
+        wanted = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = step()
+    stream.synchronize()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        for x in found:
+            x.zero_()
+        graph.replay()
+    for _ in range(1 if captured else 20):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        found = found if captured else step()
+
+
 HOPPER = DeviceFacts("gpu", (9, 0))
 
 

@@ -2,8 +2,8 @@
 
 Forward: invert every chunk's triangular system in one kernel, and walk along each document's chunks with the state in
 registers, writing the outputs. Backward computes this again from the arguments, which are all that is saved, but
-writes the state that each chunk finds and its residuals; walks back with the state's gradient; and computes all other
-gradients in one kernel over chunks and key heads. Queries and keys are normalized by scaling rows of results. Long
+writes the state that each chunk finds and its residuals; walks back with the state's gradient, at the same time; and
+computes all other gradients in one kernel over chunks and key heads. Queries and keys are normalized by scaling rows of results. Long
 documents in few heads are split, since the state that leaves a part is linear in the state that finds it.
 No chunk has tokens of two documents: a table of chunks is computed on the device, with the maximum length that the
 documents could need, so that the host never waits for `cu_seqlens`. The modules of `kernels` give the formulas.
@@ -29,7 +29,7 @@ from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import prepare
 from opslot.ops.chunk_gated_delta_rule.kernels.channel_gradients import write_channel_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.channels import solve_channels
-from opslot.ops.chunk_gated_delta_rule.kernels.forward import recur, write_output
+from opslot.ops.chunk_gated_delta_rule.kernels.forward import write_output
 from opslot.ops.chunk_gated_delta_rule.kernels.system import solve
 from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, WIDEST_KEY_IN_99_KIB, check_shapes
 
@@ -79,10 +79,11 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
         return
     dout = torch.zeros_like(value) if dout is None else dout
     call = prepare(inputs, cu_seqlens, normalize)
-    system, write = (
-        (solve_channels(call), write_channel_gradients) if call.per_channel else (solve(call), write_gradients)
-    )
-    write(call, recur(call, system, initial_state), dout, dfinal, tuple(grads), dinitial)  # type: ignore[arg-type]
+    arguments = initial_state, dout, dfinal, tuple(grads), dinitial
+    if call.per_channel:
+        write_channel_gradients(call, solve_channels(call), *arguments)  # type: ignore[arg-type]
+    else:
+        write_gradients(call, solve(call), *arguments)  # type: ignore[arg-type]
 
 
 _gated_delta_rule = differentiable_op(

@@ -18,12 +18,14 @@ exact.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
-from opslot._base.kernel_launch import KernelLauncher, cdiv
+from opslot._base.kernel_launch import KernelLauncher, cdiv, launch_concurrently
 from opslot.ops._common.kernels.tiles import (
     as_tokens,
     decay,
@@ -39,9 +41,9 @@ from opslot.ops._common.kernels.tiles import (
     strides,
 )
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
-from opslot.ops.chunk_gated_delta_rule.kernels.forward import Recurrence
+from opslot.ops.chunk_gated_delta_rule.kernels.forward import recur
 from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
-from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE
+from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE, System
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -339,9 +341,25 @@ _launch_dstates = KernelLauncher(dstates_kernel)
 _launch_gradients = KernelLauncher(gradients_kernel)
 
 
+@dataclass(frozen=True)
+class States:
+    """Of all chunks and value heads, in the order of `Call.by_chunk`.
+
+    Attributes:
+        found: [V, K] each, the state that a chunk finds.
+        residual: u, [V, 64] each.
+        gradient: dS' [V, K] each.
+    """
+
+    found: Tensor
+    residual: Tensor
+    gradient: Tensor
+
+
 def write_gradients(
     call: Call,
-    found: Recurrence,
+    system: System,
+    initial_state: Tensor | None,
     dout: Tensor,
     dfinal: Tensor | None,
     grads: tuple[Tensor, ...],
@@ -351,9 +369,9 @@ def write_gradients(
     dq, dk, dv, dg, dbeta = grads
     dout = as_tokens(dout)
     plan = call.plan
-    dstates = run_back(call, found, dout, dfinal, dv, dinitial)
+    states = recur_both_ways(call, system, initial_state, dout, dfinal, dv, dinitial)
     dwithin, dsystem = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
-    of_chunks = (found.system.scales, found.states, found.residual, dstates, dv, dwithin, dsystem)
+    of_chunks = (system.scales, states.found, states.residual, states.gradient, dv, dwithin, dsystem)
     _launch_gradients(
         (call.per_chunk // call.group, 1, 1),
         (call.q, call.k, call.rate, dout, *call.chunks.table, *of_chunks, dq, dk, dbeta, dg),
@@ -364,25 +382,42 @@ def write_gradients(
     )
 
 
-def run_back(
-    call: Call, found: Recurrence, dout: Tensor, dfinal: Tensor | None, dv: Tensor, dinitial: Tensor | None
-) -> Tensor:
-    """dS' of all chunks, [chunks * V_heads, V, K]; fills `dv` and `dinitial`."""
+def recur_both_ways(
+    call: Call,
+    system: System,
+    initial_state: Tensor | None,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    dv: Tensor,
+    dinitial: Tensor | None,
+) -> States:
+    """Forward again, for what its chunks find, and back, which also fills `dv` and `dinitial`."""
+    initial = None if initial_state is None else initial_state.contiguous()
     last = None if dfinal is None else dfinal.contiguous()
-    by_chunk = (call.by_chunk(call.value, call.key), dv)
-    if found.transition is None:
-        _launch(call, found, dout, last, by_chunk, dinitial)
-        return by_chunk[0]
+    states = States(
+        call.by_chunk(call.value, call.key), call.by_chunk(call.value, CHUNK), call.by_chunk(call.value, call.key)
+    )
+    back = (states.gradient, dv)
+    if call.segments == 1:
+        # One step after the other in few programs: on an H200, 64 of 16 key and 32 value heads of 128.
+        launch_concurrently(
+            call.k.device,
+            lambda: recur(call, system, initial, states.found, states.residual),
+            lambda: _launch(call, system, dout, last, back, dinitial),
+        )
+        return states
+    transition = recur(call, system, initial, states.found, states.residual)
+    assert transition is not None
     added = call.by_segment(call.value, call.key)
-    _launch(call, found, dout, None, (None, None), None, added)
-    starts = chain(call, found.transition, added, last, dinitial, backward=True)
-    _launch(call, found, dout, starts, by_chunk, None)
-    return by_chunk[0]
+    _launch(call, system, dout, None, (None, None), None, added)
+    starts = chain(call, transition, added, last, dinitial, backward=True)
+    _launch(call, system, dout, starts, back, None)
+    return states
 
 
 def _launch(
     call: Call,
-    found: Recurrence,
+    system: System,
     dout: Tensor,
     dfinal: Tensor | None,
     by_chunk: tuple[Tensor | None, Tensor | None],
@@ -391,7 +426,6 @@ def _launch(
 ) -> None:
     plan = call.plan
     wanted = (dfinal is not None, dinitial is not None, added is not None)
-    system = found.system
     _launch_dstates(
         (call.chunks.documents * call.segments * call.heads, cdiv(call.value, plan.state_block), 1),
         (

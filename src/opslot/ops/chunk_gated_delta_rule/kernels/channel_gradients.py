@@ -25,7 +25,7 @@ from opslot.ops._common.kernels.tiles import (
     store_tokens,
     strides,
 )
-from opslot.ops.chunk_gated_delta_rule.kernels.backward import run_back
+from opslot.ops.chunk_gated_delta_rule.kernels.backward import recur_both_ways
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
 from opslot.ops.chunk_gated_delta_rule.kernels.channels import (
     LEVELS,
@@ -34,7 +34,6 @@ from opslot.ops.chunk_gated_delta_rule.kernels.channels import (
     in_second_half,
     middle_of_block,
 )
-from opslot.ops.chunk_gated_delta_rule.kernels.forward import Recurrence
 
 
 @triton.jit
@@ -236,7 +235,8 @@ _launch_project = KernelLauncher(project_kernel)
 
 def write_channel_gradients(
     call: Call,
-    found: Recurrence,
+    system: ChannelSystem,
+    initial_state: Tensor | None,
     dout: Tensor,
     dfinal: Tensor | None,
     grads: tuple[Tensor, ...],
@@ -244,15 +244,13 @@ def write_channel_gradients(
 ) -> None:
     """Fill `grads` of query, key, value, g and beta, and `dinitial` if it is wanted."""
     dq, dk, dv, dg, dbeta = grads
-    system = found.system
-    assert isinstance(system, ChannelSystem)
     dout = as_tokens(dout)
     plan = call.plan
-    dstates = run_back(call, found, dout, dfinal, dv, dinitial)
+    states = recur_both_ways(call, system, initial_state, dout, dfinal, dv, dinitial)
     dwithin, dsystem = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
     _launch_pairs(
         (call.per_chunk, 1, 1),
-        (dout, *call.chunks.table, found.residual, dv, dwithin, dsystem),
+        (dout, *call.chunks.table, states.residual, dv, dwithin, dsystem),
         strides(dout),
         (),
         (call.heads, call.value, plan.value_block, CHUNK),
@@ -264,18 +262,8 @@ def write_channel_gradients(
     _launch_gradients(
         (call.per_chunk // call.group, blocks, 1),
         (
-            *(
-                call.q,
-                call.k,
-                call.rate,
-                dout,
-                *call.chunks.table,
-                system.cumulated,
-                system.norms,
-                found.states,
-                found.residual,
-            ),
-            *(dstates, dv, dwithin, dsystem, *given, parts, dg),
+            *(call.q, call.k, call.rate, dout, *call.chunks.table, system.cumulated, system.norms),
+            *(states.found, states.residual, states.gradient, dv, dwithin, dsystem, *given, parts, dg),
         ),
         strides(call.q, call.k, dout),
         (call.rate.numel(),),

@@ -15,8 +15,6 @@ registers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -154,32 +152,19 @@ def states_kernel(
 _launch_states = KernelLauncher(states_kernel)
 
 
-@dataclass(frozen=True)
-class Recurrence:
-    """What all gradients are made of.
-
-    Attributes:
-        system: of `system.py`, or of `channels.py` where channels have their own decay.
-        transition: of each part of a document, if documents are split.
-        states: [chunks * V_heads, V, K], the state that each chunk finds.
-        residual: u, [chunks * V_heads, V, 64].
-    """
-
-    system: System
-    transition: Tensor | None
-    states: Tensor
-    residual: Tensor
-
-
 def write_output(call: Call, system: System, initial_state: Tensor | None, out: Tensor, final: Tensor | None) -> None:
     """Fill `out` [B, S, V_heads, V] and, if it is wanted, `final` with the last states, [documents, V_heads, K, V]."""
     _run(call, system, initial_state, (None, None, out), final)
 
 
-def recur(call: Call, system: System, initial_state: Tensor | None) -> Recurrence:
-    states, residual = call.by_chunk(call.value, call.key), call.by_chunk(call.value, CHUNK)
-    transition = _run(call, system, initial_state, (states, residual, None), None)
-    return Recurrence(system, transition, states, residual)
+def recur(call: Call, system: System, initial_state: Tensor | None, states: Tensor, residual: Tensor) -> Tensor | None:
+    """Fill what gradients are made of; returns the transition of each part, if documents are split.
+
+    Args:
+        states: [chunks * V_heads, V, K], the state that each chunk finds.
+        residual: u, [chunks * V_heads, V, 64].
+    """
+    return _run(call, system, initial_state, (states, residual, None), None)
 
 
 def _run(
