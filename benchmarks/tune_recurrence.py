@@ -39,7 +39,7 @@ class Recurrence:
 RECURRENCES = {
     "chunk_gated_delta_rule": Recurrence(
         delta_rule,
-        (128, 128, 2),
+        (128, 128, 2, 227 * 1024),
         (
             {},
             {"state_block": 32},
@@ -53,7 +53,7 @@ RECURRENCES = {
     ),
     "chunk_gated_delta_rule/per_channel": Recurrence(
         delta_rule,
-        (128, 128, 2),
+        (128, 128, 2, 227 * 1024),
         (
             {},
             {"system_warps": 4},

@@ -3,8 +3,9 @@
 Forward: invert every chunk's triangular system in one kernel, and walk along each document's chunks with the state in
 registers, writing the outputs. Backward computes this again from the arguments, which are all that is saved, but
 writes the state that each chunk finds and its residuals; walks back with the state's gradient, at the same time; and
-computes all other gradients in one kernel over chunks and key heads. Queries and keys are normalized by scaling rows of results. Long
-documents in few heads are split, since the state that leaves a part is linear in the state that finds it.
+computes all other gradients in one kernel over chunks and key heads. Queries and keys are normalized by scaling rows
+of results. Long documents in few heads are split, since the state that leaves a part is linear in the state that finds
+it.
 No chunk has tokens of two documents: a table of chunks is computed on the device, with the maximum length that the
 documents could need, so that the host never waits for `cu_seqlens`. The modules of `kernels` give the formulas.
 
