@@ -323,7 +323,7 @@ def lora() -> str:
 def ops() -> str:
     result = load(BENCH)
     parts = []
-    measured = by_comparison(result.ops)
+    measured = by_comparison([row for row in result.ops if not _is_never_selected(row)])
     for op in dict.fromkeys(key[0] for key in measured):
         groups = {key: rows for key, rows in measured.items() if key[0] == op}
         origins = {r.origin for rows in groups.values() for r in rows} | {"VeOmni" for name, _ in _VEOMNI if name == op}
@@ -339,6 +339,12 @@ def ops() -> str:
     if absent:
         parts.append(f"Not measured: {', '.join(absent)}.")
     return "\n\n".join(parts)
+
+
+def _is_never_selected(row: OpRow) -> bool:
+    """Whether the kernel is one of opslot's that `auto` never selects: for other numerics, or batch-invariant."""
+    specs = KERNEL_REGISTRY.specs(row.op, row.variant)
+    return row.origin == "opslot" and any(spec.name == row.kernel and spec.priority is None for spec in specs)
 
 
 def _timed(op: str) -> bool:
