@@ -188,6 +188,64 @@ def load_scaled(
 
 
 @triton.jit
+def pairs_kernel(
+    q_ptr,
+    k_ptr,
+    beta_ptr,
+    dout_ptr,
+    start_ptr,
+    length_ptr,
+    scales_ptr,
+    residual_ptr,
+    dv_ptr,
+    dwithin_ptr,
+    dsystem_ptr,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    dout_token,
+    dout_head,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NORM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dW and dA, scaled, [chunks * V_heads, CHUNK, CHUNK]: one program per chunk and value head."""
+    index = tl.program_id(0)
+    head = index % HEADS
+    start = tl.load(start_ptr + index // HEADS)
+    length = tl.load(length_ptr + index // HEADS)
+    if length > 0:
+        i = tl.arange(0, CHUNK)
+        row = tl.arange(0, BK)
+        _, q_factor = norm_reciprocal(q_ptr, start, length, head // GROUP, q_token, q_head, row, NORM, K, CHUNK)
+        _, k_factor = norm_reciprocal(k_ptr, start, length, head // GROUP, k_token, k_head, row, NORM, K, CHUNK)
+        _, rate_factor = split_exponent(load_scalars(beta_ptr, start, length, head, HEADS, CHUNK))
+        cumulated = tl.load(scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + CUMULATED * CHUNK + i)
+        dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+        dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+        for first in tl.range(0, V, BV, num_stages=STAGES):
+            column = first + tl.arange(0, BV)
+            dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
+            dv = load_tokens(dv_ptr, start, length, head, HEADS * V, V, column, V, CHUNK)
+            residual = load_plane(residual_ptr, index, column, i, V, CHUNK)
+            dwithin = dot(dout, residual, dwithin)
+            dsystem = dot(dv, residual, dsystem)
+        before = decay(cumulated, cumulated, i[:, None] >= i[None, :]) * (k_factor * rate_factor)[None, :]
+        dwithin *= before * (q_factor * scale)[:, None]
+        store_plane(dwithin_ptr, dwithin, index, i, i, CHUNK, CHUNK)
+        before = tl.where(i[:, None] > i[None, :], before, 0.0)
+        store_plane(dsystem_ptr, -dsystem * before * k_factor[:, None], index, i, i, CHUNK, CHUNK)
+
+
+@triton.jit
 def gradients_kernel(
     q_ptr,
     k_ptr,
@@ -259,8 +317,6 @@ def gradients_kernel(
             grown = tl.exp(cumulated)
             asking = q_factor * grown * scale
             reading = k_factor * grown
-            dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-            dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             written = tl.zeros((CHUNK, BK), dtype=tl.float32)
             # Decay of the state over the chunk.
             faded = tl.zeros((BV, BK), dtype=tl.float32)
@@ -271,33 +327,25 @@ def gradients_kernel(
                 residual = load_plane(residual_ptr, index, column, i, V, CHUNK)
                 state = load_plane(states_ptr, index, column, row, V, K)
                 dstate = load_plane(dstates_ptr, index, column, row, V, K)
-                dwithin = dot(dout, residual, dwithin)
-                dsystem = dot(dv, residual, dsystem)
                 dq = dot(downcast(dout.to(tl.float32) * asking[:, None], dtype), state, dq)
                 dk = dot(downcast(-dv.to(tl.float32) * reading[:, None], dtype), state, dk)
                 written = dot(tl.trans(residual), dstate, written)
                 faded += state.to(tl.float32) * dstate.to(tl.float32)
-            before = decay(cumulated, cumulated, i[:, None] >= i[None, :])
-            before *= k_rate[None, :]
-            dwithin *= before * (q_factor * scale)[:, None]
-            if EXACT:
-                own = tl.sum(tl.where(i[:, None] == i[None, :], dwithin, 0.0), 1)
-                dwithin = tl.where(i[:, None] == i[None, :], 0.0, dwithin)
-            store_plane(dwithin_ptr, dwithin, index, i, i, CHUNK, CHUNK)
-            before = tl.where(i[:, None] > i[None, :], before, 0.0)
-            store_plane(dsystem_ptr, -dsystem * before * k_factor[:, None], index, i, i, CHUNK, CHUNK)
             written *= (k_rate * tl.exp(last - cumulated))[:, None]
             q = load_scaled(q_ptr, start, length, key_head, q_token, q_head, row, q_power, NORM, K, CHUNK)
             written_k = load_scaled(
                 k_ptr, start, length, key_head, k_token, k_head, row, k_power * rate_power, True, K, CHUNK
             )
             of_state = tl.sum(written_k.to(tl.float32) * written) + tl.exp(last) * tl.sum(faded)
-            # Other threads read the two matrices than wrote them. A matmul must not use the result of another here:
-            # Triton would compute the first in all warps.
-            tl.debug_barrier()
-            dq = dot(load_plane(dwithin_ptr, index, i, i, CHUNK, CHUNK), written_k, dq)
+            dwithin = load_plane(dwithin_ptr, index, i, i, CHUNK, CHUNK)
+            dwithin_turned = load_plane_transposed(dwithin_ptr, index, i, i, CHUNK, CHUNK)
+            if EXACT:
+                own = tl.sum(tl.where(i[:, None] == i[None, :], dwithin, 0.0), 1)
+                dwithin = tl.where(i[:, None] == i[None, :], 0.0, dwithin)
+                dwithin_turned = tl.where(i[:, None] == i[None, :], 0.0, dwithin_turned)
+            dq = dot(dwithin, written_k, dq)
             dk = dot(load_plane(dsystem_ptr, index, i, i, CHUNK, CHUNK), written_k, dk)
-            written = dot(load_plane_transposed(dwithin_ptr, index, i, i, CHUNK, CHUNK), q, written)
+            written = dot(dwithin_turned, q, written)
             k = load_scaled(k_ptr, start, length, key_head, k_token, k_head, row, k_power, NORM, K, CHUNK)
             written_within = dot(
                 load_plane_transposed(dsystem_ptr, index, i, i, CHUNK, CHUNK),
@@ -338,6 +386,7 @@ def gradients_kernel(
 
 
 _launch_dstates = KernelLauncher(dstates_kernel)
+_launch_pairs = KernelLauncher(pairs_kernel)
 _launch_gradients = KernelLauncher(gradients_kernel)
 
 
@@ -370,11 +419,19 @@ def write_gradients(
     dout = as_tokens(dout)
     plan = call.plan
     states = recur_both_ways(call, system, initial_state, dout, dfinal, dv, dinitial)
-    dwithin, dsystem = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
-    of_chunks = (system.scales, states.found, states.residual, states.gradient, dv, dwithin, dsystem)
+    matrices = tuple(call.by_chunk(CHUNK, CHUNK) for _ in range(2))
+    tokens = (call.q, call.k, call.rate, dout, *call.chunks.table, system.scales)
+    _launch_pairs(
+        (call.per_chunk, 1, 1),
+        (*tokens, states.residual, dv, *matrices),
+        strides(call.q, call.k, dout),
+        (call.scale,),
+        (*call.sizes, call.normalize, plan.key, plan.value_block, CHUNK, 2),
+        4,
+    )
     _launch_gradients(
         (call.per_chunk // call.group, 1, 1),
-        (call.q, call.k, call.rate, dout, *call.chunks.table, *of_chunks, dq, dk, dbeta, dg),
+        (*tokens, states.found, states.residual, states.gradient, dv, *matrices, dq, dk, dbeta, dg),
         strides(call.q, call.k, dout),
         (call.scale,),
         (*call.sizes, call.normalize, plan.key, plan.grad_block, CHUNK, plan.stages),
