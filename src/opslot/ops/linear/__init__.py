@@ -44,7 +44,7 @@ add_kernel(
     OP,
     "fp8",
     "fp8:standard",
-    ["standard", "unaligned"],
+    ["standard"],
     dtypes=FLOATS,
     supports=_fp8_unsupported,
     relative_error=_FP8_ERROR,

@@ -71,7 +71,7 @@ def plan_for(key: int, value: int, element_bytes: int, shared: int) -> ChunkTili
         key=key_full,
         key_block=min(64 if half else 32, key_full),
         state_block=min((32 if large else 64) if half else 16, value_full),
-        grad_block=min(16, value_full),
+        grad_block=min(32 if half and not large else 16, value_full),
         stages=max(1, (2 if large else 3) - (shared < _THREE_STAGES)) if half else 1,
         state_warps=4,
         grad_warps=16 if large else 8,
