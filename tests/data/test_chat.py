@@ -413,6 +413,20 @@ def test_chat_template_file(chat_tokenizer, tmp_path):
         load_chat_template(chat_tokenizer, str(file))
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}", "the tokenizer's chat template is not a Jinja template"),
+        ({"rag": CHATML, "long": CHATML}, "several chat templates, and none is the default\n  found: rag, long"),
+    ],
+)
+def test_unusable_template_of_a_tokenizer_is_one_error(chat_tokenizer, template, message):
+    chat_tokenizer.chat_template = template
+    with pytest.raises(DataError, match=message):
+        load_chat_template(chat_tokenizer, None)
+    load_chat_template(chat_tokenizer, "none")
+
+
 def test_packed_labels_equal_padded_ones(chat_tokenizer, tmp_path):
     """The same documents, labels and positions, with every document's first token untrained."""
     records = [{"messages": [*TALK[:4], {"role": "assistant", "content": "x" * n}]} for n in range(1, 8)]

@@ -5,6 +5,7 @@ import transformers
 from opslot.trainer.config import OptimizerConfig, TrainConfig
 from opslot.trainer.optimizer import build_optimizer, learning_rate
 from opslot.verify.tiny import tiny_config
+from tests.trainer.runs import curve
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,13 @@ def test_stacked_biases_and_decay_rates_are_not_matrices(arch, vectors, name):
     ]
     assert all(group["weight_decay"] == 0.3 for group in matrices)
     assert matrices
+
+
+def test_clipping_can_be_turned_off(settings, train, tmp_path):
+    curves = {}
+    for limit in (1.0, 1e9, 0, None):
+        settings["train"] |= {"max_grad_norm": limit, "output_dir": str(tmp_path / f"{limit}")}
+        assert train()[0] == 0
+        curves[limit] = curve(tmp_path / f"{limit}")
+    assert curves[None] == curves[0] == curves[1e9]
+    assert curves[None] != curves[1.0]

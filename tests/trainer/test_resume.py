@@ -226,7 +226,7 @@ def test_damaged_checkpoint_raises(train, tmp_path, damaged):
     file = tmp_path / "out" / "checkpoints" / "step_00000004" / damaged
     file.write_bytes(file.read_bytes()[:1000])
     code, _, err = train("--train.checkpoint.resume_from", "latest", "--train.max_steps", "6")
-    assert code == 1
+    assert code == 2
     assert "step_00000004 cannot be read\n  found: " in err
     assert "hint: move it away and resume from the one before" in err
 

@@ -203,7 +203,7 @@ def test_damaged_file_of_one_rank_is_reported_once(ranks, write, tmp_path):
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
     answers = ranks.run(run_and_capture, write("run", **{"checkpoint.resume_from": "latest"}))
-    assert [code for code, _ in answers] == [1, 1]
+    assert sorted(code for code, _ in answers) == [1, 2]
     errors = "".join(text for _, text in answers)
     assert errors.count("opslot: error: ") == 1
     assert "step_00000002 cannot be read" in errors

@@ -221,7 +221,7 @@ class _Mapper:
             return
         if any(re.search(pattern, name) for pattern in self.model.ignored for name in known):
             return
-        hint = "give the checkpoint of this model's config, or name them in allow_extra"
+        hint = "give the checkpoint of this model's config; in Python, load_weights(allow_extra=...) leaves them out"
         self.problems.add("tensors that the model does not have", name, hint)
 
     def _check_filled(self) -> None:
@@ -243,7 +243,7 @@ class _Mapper:
             ):
                 self.result.missing.append(name)
                 continue
-            hint = "give the whole checkpoint, or name them in allow_missing to initialize them randomly"
+            hint = "give the whole checkpoint; in Python, load_weights(allow_missing=...) initializes them randomly"
             self.problems.add("parameters that the checkpoint does not have", self._describe(target), hint)
 
     def _describe(self, target: TensorSpec) -> str:

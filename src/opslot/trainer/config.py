@@ -169,7 +169,7 @@ class TrainConfig:
         lr_scheduler: learning rate schedule after the warmup.
         warmup_steps: steps in which the learning rate rises linearly from 0 to `lr`.
         weight_decay: weight decay of matrices; norms, biases and embeddings have none.
-        max_grad_norm: maximum gradient norm for clipping; 0 disables clipping.
+        max_grad_norm: maximum gradient norm for clipping; null or 0 disables clipping.
         seed: random seed of the weights, the data order and dropout.
         activation_checkpointing: full recomputes each layer in the backward pass instead of storing its activations;
             selective stores the outputs of matmuls and attention and recomputes the rest.
@@ -202,7 +202,7 @@ class TrainConfig:
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = 0
     weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
+    max_grad_norm: float | None = 1.0
     seed: int = 0
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     activation_offload: bool = False

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError, list_problems
@@ -58,6 +59,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
             (kind for name, kind in _TASK_TYPES.items() if type(model).__name__.endswith(name)), "CAUSAL_LM"
         ),
     )
+    # PEFT changes the model before it raises.
+    candidates = ", ".join(_candidates(model))
     try:
         with warnings.catch_warnings():
             # An error below.
@@ -69,7 +72,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
         raise ConfigError(
             f"PEFT cannot add adapters for lora.target_modules={lora.target_modules}",
             found=str(error),
-            hint=f"modules that can have one: {', '.join(_candidates(model))}",
+            hint=f"modules that can have one: {candidates}",
         ) from error
     if not lora.experts and any(hasattr(layer, "parameter_name") for _, layer in adapter_layers(model)):
         raise ConfigError(
@@ -131,11 +134,34 @@ def _linear_layers(model: PreTrainedModel, whole: Iterable[str]) -> list[str]:
         if isinstance(module, (nn.Linear, Conv1D))
         and module is not head
         and not any(_matches(path, n, False) for n in whole)
+        and _maps_features(module)
     ]
-    left = {name for name in {path.rsplit(".", 1)[-1] for path in paths} if _means_experts(model, name)}
-    if left:
-        logger.warning("no adapters on %s, which PEFT takes for the stacked experts", ", ".join(sorted(left)))
+    names = sorted({path.rsplit(".", 1)[-1] for path in paths})
+    left = {name: "which PEFT takes for the stacked experts" for name in names if _means_experts(model, name)}
+    left |= {name: "which PEFT does not adapt in this architecture" for name in names if _is_rejected(model, name)}
+    for name, reason in left.items():
+        logger.warning("no adapters on %s, %s", name, reason)
     return [path for path in paths if path.rsplit(".", 1)[-1] not in left]
+
+
+def _maps_features(module: nn.Module) -> bool:
+    """Whether a call of `module` maps [..., in_features] to [..., out_features], if it is a linear layer.
+
+    Some subclasses compute something else, to whose output PEFT's forward cannot add an adapter: the block-diagonal
+    projection of DeepSeek-V4, the routers of Llama 4 and Phi-3.5-MoE.
+    """
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return True
+    if hasattr(module, "quantization"):  # made from a layer with the forward of nn.Linear
+        return True
+    on_meta = {name: parameter.to("meta") for name, parameter in module.named_parameters()}
+    x = torch.empty(2, 3, module.in_features, device="meta", dtype=module.weight.dtype)
+    try:
+        output = torch.func.functional_call(module, on_meta, x)
+    # Whatever the class raises for an input of this shape.
+    except Exception:
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (2, 3, module.out_features)
 
 
 def _means_experts(model: PreTrainedModel, name: str) -> bool:
@@ -149,6 +175,18 @@ def _means_experts(model: PreTrainedModel, name: str) -> bool:
     except ValueError:  # such projections must be named together
         return True
     return bool(config.target_parameters)
+
+
+def _is_rejected(model: PreTrainedModel, name: str) -> bool:
+    """Whether PEFT raises for a layer of this name: fast kernels of Mamba read the weight of `out_proj`."""
+    import peft
+    from peft.tuners import tuners_utils
+
+    try:
+        tuners_utils._check_lora_target_modules_mamba(peft.LoraConfig(), model, name)
+    except ValueError:
+        return True
+    return False
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> None:
@@ -172,6 +210,12 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
                 if is_pattern and any(_matches(path, name, False) for path, _ in model.named_modules()):
                     problems[-1] += f" (a string is a regular expression for full names; use [{name}] for a name)"
             problems += [f"{field}: {path} shares its weight with another module" for path in found if path in shared]
+            if field == "lora.target_modules":
+                problems += [
+                    f"{field}: {path} is a {type(module).__name__}, which computes something else than a linear layer"
+                    for path, module in ((path, model.get_submodule(path)) for path in found)
+                    if not _maps_features(module)
+                ]
     if problems:
         raise ConfigError(
             list_problems(f"adapters cannot be added to {type(model).__name__}", problems),
@@ -186,7 +230,10 @@ def _pattern_of_part(model: nn.Module, part: str) -> str:
     paths = [
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and f"{path}.weight" in parameters and module is not head
+        if isinstance(module, nn.Linear)
+        and f"{path}.weight" in parameters
+        and module is not head
+        and _maps_features(module)
     ]
     if not paths:
         return ""
@@ -216,7 +263,9 @@ def _candidates(model: nn.Module) -> list[str]:
     kinds = (nn.Linear, nn.Embedding, Conv1D)
     tied = _tied(model)
     found: dict[str, Any] = {
-        path.rsplit(".", 1)[-1]: None for path, m in model.named_modules() if isinstance(m, kinds) and path not in tied
+        path.rsplit(".", 1)[-1]: None
+        for path, m in model.named_modules()
+        if isinstance(m, kinds) and path not in tied and _maps_features(m)
     }
     return list(found)
 

@@ -56,7 +56,7 @@ def cli_train(argv: Sequence[str]) -> int:
         if len(arguments) < len(argv):
             traceback.print_exc()
         print(f"opslot: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, TrainingError | CheckpointError | ParallelError) else 2
+        return 1 if isinstance(error, TrainingError | ParallelError) else 2
     except StoppedBeforeTraining as stop:
         if _is_first_rank():
             print(f"opslot: stopped by {stop} before training started; no checkpoint was written", file=sys.stderr)
@@ -121,7 +121,11 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
 def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
     from opslot.trainer.callbacks.writers import BEST_FOLDER, HF_FOLDER
 
-    result = trainer.train()
+    try:
+        result = trainer.train()
+    except CheckpointError as error:
+        # One that cannot be written: before training, a CheckpointError is about the user's input.
+        raise TrainingError(error.problem, hint=error.hint) from error
     if result.completed:
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
         # The other ranks get here while rank 0 still writes it.

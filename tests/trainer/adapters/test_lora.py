@@ -10,11 +10,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from opslot import explain
+from opslot import ConfigError, explain
 from opslot.checkpoint import save_adapter
 from opslot.checkpoint.adapters import adapter_layers
 from opslot.cli import main
 from opslot.distributed import destroy_parallel_state
+from opslot.trainer.config import LoraConfig
+from opslot.trainer.lora import add_adapters
+from opslot.verify.tiny import tiny_config
 from tests.trainer.adapters.runs import SIZES, peft_losses, recorded_steps
 from tests.trainer.runs import losses, run_config
 
@@ -245,6 +248,34 @@ def test_all_linear_leaves_head_and_experts(trainer):
     run = trainer("run", {"target_modules": "all-linear"})
     adapted = {path.rsplit(".", 1)[-1] for path, _ in adapter_layers(run.model)}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "left_out"), [("deepseek_v4", "o_a_proj"), ("llama4_text", "router"), ("nemotron_h", "out_proj")]
+)
+def test_all_linear_leaves_layers_that_peft_cannot_adapt(arch, left_out):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(arch))
+    assert left_out in {path.rsplit(".", 1)[-1] for path, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    add_adapters(model, LoraConfig(r=2), None)
+    adapted = {path.rsplit(".", 1)[-1] for path, _ in adapter_layers(model)}
+    assert adapted
+    assert left_out not in adapted
+
+
+def test_linear_layers_with_their_own_forward_get_adapters():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("falcon"))
+    add_adapters(model, LoraConfig(r=2), None)
+    assert "query_key_value" in {path.rsplit(".", 1)[-1] for path, _ in adapter_layers(model)}
+
+
+def test_named_layers_that_are_not_linear_raise():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"))
+    lora = LoraConfig(r=2, target_modules=["o_a_proj", "o_b_proj"])
+    with pytest.raises(ConfigError, match=r"o_a_proj is a DeepseekV4GroupedLinear, which computes something else"):
+        add_adapters(model, lora, None)
 
 
 def test_targets_that_mean_stacked_experts_raise(write, capsys):

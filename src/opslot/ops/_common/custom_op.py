@@ -6,6 +6,7 @@ calls the Python function directly, because the dispatcher's overhead is signifi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -201,6 +202,17 @@ def differentiable_op(
         return *[gradient if need else None for gradient, need in zip(gradients, needs)], *no_gradients
 
     return autograd_function(name, forward, backward, module or launch.__module__)
+
+
+def no_view() -> Any:
+    """A context in which the forward of an autograd.Function reshapes its output.
+
+    Autograd does not take the output for a view there, so it may be modified in place (Gemma 3n scales the output of a
+    linear layer so).
+    """
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 def in_dispatch_mode() -> bool:

@@ -20,7 +20,7 @@ from opslot.ops._common.aligned_rows import (
     view_without_padding,
     with_padding,
 )
-from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.custom_op import differentiable_op, no_view
 from opslot.ops.linear.arguments import checked
 
 _KERNEL = "linear_implementation='aligned'"
@@ -58,7 +58,8 @@ def _allocate(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = F.linear(with_padding(input), padded_weight(weight), None if bias is None else padded_weight(bias))
-    return view_without_padding(out, *input.shape[:-1], len(weight))
+    with no_view():
+        return view_without_padding(out, *input.shape[:-1], len(weight))
 
 
 def _allocate_gradients(

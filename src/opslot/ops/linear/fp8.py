@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import autograd_function, custom_op
+from opslot.ops._common.custom_op import autograd_function, custom_op, no_view
 from opslot.ops.linear.arguments import HINT, checked
 
 _KERNEL = "linear_implementation='fp8'"
@@ -123,7 +123,8 @@ def _forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     if bias is not None:
         out += bias
     ctx.save_for_backward(columns if ctx.needs_input_grad[1] else None, scale, weight)
-    return out.view(*input.shape[:-1], weight.shape[0])
+    with no_view():
+        return out.view(*input.shape[:-1], weight.shape[0])
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.aligned_rows import mark_padded, view_without_padding, with_padding
-from opslot.ops._common.custom_op import in_dispatch_mode, recompute, recomputed_by
+from opslot.ops._common.custom_op import in_dispatch_mode, no_view, recompute, recomputed_by
 from opslot.ops.linear.aligned import is_unaligned, padded_weight
 from opslot.ops.linear.nf4 import dequantize
 
@@ -90,7 +90,8 @@ class _Linear(torch.autograd.Function):
         needs_input = ctx.needs_input_grad[3]
         ctx.source = source if needs_input else None
         ctx.save_for_backward(x if needs_input and source is None else None, weight, down, up, inner)
-        return layout.view(out, *x.shape[:-1], len(base))
+        with no_view():
+            return layout.view(out, *x.shape[:-1], len(base))
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
