@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from opslot._base.errors import ConfigError, DataError
-from opslot._base.source import source_of
+from opslot._base.source import forward_source, source_of
 from opslot.data.audio import load_audio, load_audio_track
 from opslot.data.chat import ChatEncoder, Rendered
 from opslot.data.collation import IGNORE_INDEX, LABELED
@@ -177,6 +177,11 @@ class MultimodalEncoder(ChatEncoder):
             "media": [list(item) for item in used],
         }
         loaded, tracks = self._load(description)
+        if self._takes_one_image and len(loaded["image"]) != 1:
+            raise SampleError(
+                f"has {len(loaded['image'])} images, and {type(self.positions.model).__name__} takes one in every "
+                "sample; leave the sample out, or use another model"
+            )
         inputs, expanded = self._process(description, loaded, tracks)
         if missing := self._required_inputs - inputs.keys():
             raise SampleError(
@@ -204,6 +209,11 @@ class MultimodalEncoder(ChatEncoder):
         """Arguments that the forward pass of the model has no default for, such as BLIP's images."""
         parameters = list(inspect.signature(type(self.positions.model).forward).parameters.values())[1:]
         return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+
+    @cached_property
+    def _takes_one_image(self) -> bool:
+        """Whether the model puts an image before the tokens of a row, and its loss leaves one out in any case."""
+        return "logits[:, num_image_tokens:" in forward_source(type(self.positions.model))
 
     def _short_audio(self, text: str, expanded: str, audio: Sequence[np.ndarray]) -> str:
         """What is wrong where the model has no features of an audio; "" for nothing."""
