@@ -165,6 +165,9 @@ def _sizes(cls, config, vision):
     }.items():
         if value is not None and (getattr(cls, name, None) is not None or name == "image_seq_length"):
             found[name] = value
+    if hasattr(cls, "norm_mean"):
+        # Nemotron-H Omni's classes have None, and its checkpoints numbers.
+        found |= {"norm_mean": [0.5, 0.5, 0.5], "norm_std": [0.5, 0.5, 0.5]}
     if isinstance(getattr(cls, "patch_size", None), dict):
         found["patch_size"] = {"height": patch, "width": patch}
     if cls.__name__.startswith("Cohere2Vision"):

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedConfig
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, DataError
 from opslot.data import multimodal, multimodal_collation
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
@@ -503,3 +504,57 @@ def test_floating_point_features_are_joined_in_a_dtype(monkeypatch, in_worker):
         assert torch.equal(joined, torch.cat(given).bfloat16())
         numbers = multimodal_collation._joined([torch.arange(3)] * len(given), torch.bfloat16)
         assert numbers.dtype == torch.int64
+
+
+class GivenFeatures:
+    """A processor's outputs for samples, in their order, of a model with one axis of positions."""
+
+    def __init__(self, encoder, parts):
+        self.config = encoder.config
+        self.positions = SimpleNamespace(axes=1, takes_text_axis=False)
+        self.parts = iter(parts)
+        self.checked = []
+
+    def features(self, _, ids):
+        return {**next(self.parts), "position_ids": torch.arange(len(ids))[None]}
+
+    def check(self, ids, inputs):
+        self.checked.append((ids.shape, inputs["pixel_values_videos"].shape))
+        return "tokens: 4, features: 6"
+
+    mixes_images_and_videos = MultimodalEncoder.mixes_images_and_videos
+    _has_video_token = MultimodalEncoder._has_video_token
+
+
+def collate(encoder, count):
+    sample = {"input_ids": torch.arange(2 * count), "labels": torch.arange(2 * count), "padding": 0}
+    collator = multimodal_collation.MultimodalCollator(encoder, packing=True)
+    return collator([sample | {"lengths": [2] * count, "extras": [b""] * count}])
+
+
+def videos(frames):
+    return {"pixel_values_videos": torch.ones(1, frames, 3, 2, 2)}
+
+
+def test_videos_that_a_model_does_not_take_together_raise(encoder_of):
+    encoder = GivenFeatures(encoder_of(), [videos(1), videos(3)])
+    with pytest.raises(DataError, match=r"tokens: 4, features: 6\n.*1 x 3 x 2 x 2, 3 x 3 x 2 x 2\n.*packing: false"):
+        collate(encoder, 2)
+    assert encoder.checked == [((1, 4), (2, 3, 3, 2, 2))]
+
+
+def test_videos_of_one_size_are_not_checked(encoder_of):
+    encoder = GivenFeatures(encoder_of(), [videos(3), videos(3)])
+    assert collate(encoder, 2)["pixel_values_videos"].shape == (2, 3, 3, 2, 2)
+    assert not encoder.checked
+
+
+@pytest.mark.parametrize("has_video_token", [False, True])
+def test_images_beside_videos_with_one_token_raise(encoder_of, has_video_token):
+    encoder = GivenFeatures(encoder_of(), [videos(3), {"pixel_values": torch.ones(1, 3, 2, 2)}])
+    encoder.config = PreTrainedConfig(video_token_id=2 if has_video_token else 9)
+    if has_video_token:
+        assert collate(encoder, 2).keys() >= {"pixel_values", "pixel_values_videos"}
+        return
+    with pytest.raises(DataError, match=r"marks images and videos with one token\n.*and images"):
+        collate(encoder, 2)

@@ -10,10 +10,10 @@ from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 
 
-def sample_of(name):
-    """Tokens and features of a sample with images, and the check of the model."""
+def sample_of(name, kind="image"):
+    """Tokens and features of a sample with images or videos, and the check of the model."""
     model = random_model(tiny_config(name))
-    sample = dict(media_samples(model).batches["image"])
+    sample = dict(media_samples(model).batches[kind])
     sample.pop("labels")
     return sample.pop("input_ids")[0], sample, PlaceholderCheck(RopePositions(model.config, type(model).__name__))
 
@@ -37,6 +37,16 @@ def with_token_more(features, place, length):
         name: torch.cat([x[:, : place + 1], x[:, place:]], 1) if x.ndim == 2 and x.shape[1] == length else x
         for name, x in features.items()
     }
+
+
+@pytest.mark.parametrize("name", ["llava_onevision", "nemotron_h_omni"])
+def test_videos_that_are_padded_to_the_longest_are_reported(name):
+    ids, features, check = sample_of(name, "video")
+    rows = torch.stack([ids, ids])
+    videos = features["pixel_values_videos"]
+    assert check(rows, {"pixel_values_videos": torch.cat([videos, videos])}) == ""
+    longest = torch.cat([videos, videos], 1)
+    assert "tokens" in check(rows, {"pixel_values_videos": torch.cat([longest, longest])})
 
 
 def test_model_without_feature_method_is_unknown():

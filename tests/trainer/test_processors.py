@@ -210,6 +210,18 @@ def test_sample_without_the_image_that_a_model_requires(settings, train, tmp_pat
     assert "line 2" not in error
 
 
+def test_samples_of_a_model_that_takes_one_image(settings, train, tmp_path):
+    """GIT puts the image before the tokens of a row, and raised in the forward pass for text and for two images."""
+    write_run("git", settings, tmp_path)
+    settings["data"] |= {"packing": False}
+    settings["train"] |= {"micro_batch_size": 1}
+    code, _, error = train()
+    assert code == 2
+    assert "chat.jsonl, line 1: has 0 images, and GitForCausalLM takes one in every sample" in error
+    assert "line 2" not in error
+    assert "chat.jsonl, line 3: has 2 images" in error
+
+
 def test_config_with_other_token_ids(settings, train, tmp_path):
     """Phi-4 multimodal has the ids in the configs of its encoders, and ignores images without them."""
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from opslot._base.errors import ConfigError, DataError
-from opslot._base.source import source_of
+from opslot._base.source import forward_source, source_of
 from opslot.data.audio import load_audio, load_audio_track
 from opslot.data.chat import ChatEncoder, Rendered
 from opslot.data.collation import IGNORE_INDEX, LABELED
@@ -82,8 +82,8 @@ class MultimodalEncoder(ChatEncoder):
         positions: position ids of the model.
         limits: bounds for decoding.
         use_audio_in_video: read the audio tracks of videos too, as the processors of omni models take them.
-        check_features: returns what is wrong with the placeholders in tokens [S] for what the processor returned, ""
-            for nothing, None where it is unknown.
+        check_features: returns what is wrong with the placeholders in tokens [S] or [B, S] for what the processor
+            returned, "" for nothing, None where it is unknown.
         options: as in `ChatEncoder`.
 
     Raises:
@@ -177,6 +177,11 @@ class MultimodalEncoder(ChatEncoder):
             "media": [list(item) for item in used],
         }
         loaded, tracks = self._load(description)
+        if self._takes_one_image and len(loaded["image"]) != 1:
+            raise SampleError(
+                f"has {len(loaded['image'])} images, and {type(self.positions.model).__name__} takes one in every "
+                "sample; leave the sample out, or use another model"
+            )
         inputs, expanded = self._process(description, loaded, tracks)
         if missing := self._required_inputs - inputs.keys():
             raise SampleError(
@@ -204,6 +209,11 @@ class MultimodalEncoder(ChatEncoder):
         """Arguments that the forward pass of the model has no default for, such as BLIP's images."""
         parameters = list(inspect.signature(type(self.positions.model).forward).parameters.values())[1:]
         return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+
+    @cached_property
+    def _takes_one_image(self) -> bool:
+        """Whether the model puts an image before the tokens of a row, and its loss leaves one out in any case."""
+        return "logits[:, num_image_tokens:" in forward_source(type(self.positions.model))
 
     def _short_audio(self, text: str, expanded: str, audio: Sequence[np.ndarray]) -> str:
         """What is wrong where the model has no features of an audio; "" for nothing."""
@@ -233,6 +243,21 @@ class MultimodalEncoder(ChatEncoder):
             spans = moved_spans(sample.text, expanded, spans, placeholders)
             stops = moved_spans(sample.text, expanded, list(stops), placeholders)
         return self.labels(ids.tolist(), spans, stops, encoded["offset_mapping"])
+
+    def check(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> str | None:
+        """What `check_features` returns for tokens [S] or [B, S]; None without it."""
+        if self.check_features is None:
+            return None
+        return self.check_features(ids, {name: value for name, value in inputs.items() if name not in _OWN})
+
+    def mixes_images_and_videos(self, ids: torch.Tensor, inputs: Collection[str]) -> bool:
+        """Whether samples have images and videos with one placeholder; the model takes one kind at a time.
+
+        Args:
+            ids: [S] or [B, S].
+            inputs: names of the features.
+        """
+        return {"pixel_values", "pixel_values_videos"} <= {*inputs} and not self._has_video_token(ids)
 
     def features(self, extra: bytes, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Features, and "position_ids" [axes, S], of a document with tokens [S].
@@ -397,14 +422,17 @@ class MultimodalEncoder(ChatEncoder):
                 f"none of its tokens are those that the model replaces with features ({self.media_tokens} in "
                 "config.json); use the processor and the chat template that ship with the checkpoint"
             )
-        marked = "image" if self._marks_videos_as_images(ids, inputs) else "video"
+        marks_videos_as_images = self._marks_videos_as_images(ids, inputs)
+        if not marks_videos_as_images and self.mixes_images_and_videos(ids, inputs):
+            raise SampleError("has images and videos, which the model marks with one token; split the sample")
+        marked = "image" if marks_videos_as_images else "video"
         features: Counter[str] = Counter()
         for kind in ("image", "video"):
             grid, merge = inputs.get(f"{kind}_grid_thw"), self._merge_size(kind, inputs)
             if grid is None or merge is None:
                 continue
             # Inkling 2's grid is of tokens, which the model's own code shows.
-            if bool((grid[:, 1:] % merge).any()) and self._check(ids, inputs) != "":
+            if bool((grid[:, 1:] % merge).any()) and self.check(ids, inputs) != "":
                 sizes = ", ".join(f"{h} x {w}" for _, h, w in grid.tolist())
                 raise SampleError(
                     f"its {kind} has {sizes} patches, which do not divide by the merge size {merge} of the model; use "
@@ -426,18 +454,12 @@ class MultimodalEncoder(ChatEncoder):
                 problem = f"{found} {kind} placeholders ({token}) in the text, but {count} {kind} inputs"
         if problem or unchecked:
             # Some models merge the frames of a video too.
-            known = self._check(ids, inputs)
+            known = self.check(ids, inputs)
             problem = problem if known is None else known
         if problem:
             raise SampleError(
                 f"{problem}; remove the placeholder from the text, or use the processor that ships with the checkpoint"
             )
-
-    def _check(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> str | None:
-        """What `check_features` returns; None without it."""
-        if self.check_features is None:
-            return None
-        return self.check_features(ids, {name: value for name, value in inputs.items() if name not in _OWN})
 
     def _merge_size(self, kind: str, inputs: Mapping[str, torch.Tensor]) -> int | None:
         """Patches along each axis that the model merges to one feature."""
@@ -448,9 +470,13 @@ class MultimodalEncoder(ChatEncoder):
 
     def _marks_videos_as_images(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> bool:
         """Whether the placeholders of the frames of a sample's videos are those of images."""
-        token = getattr(self.config, "video_token_id", None)
         has_frames = "video_grid_thw" in inputs and "pixel_values_videos" in inputs
-        return has_frames and token is not None and not bool((ids == token).any())
+        return has_frames and not self._has_video_token(ids)
+
+    def _has_video_token(self, ids: torch.Tensor) -> bool:
+        """Whether tokens have the placeholder of videos; True where the config does not name it."""
+        token = getattr(self.config, "video_token_id", None)
+        return token is None or bool((ids == token).any())
 
 
 def _used(sample: Rendered, media: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

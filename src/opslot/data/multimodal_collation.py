@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
+from opslot._base.errors import DataError
 from opslot.data.collation import collate, collate_padded
 from opslot.data.multimodal import PER_TOKEN, MultimodalEncoder
 
@@ -20,6 +21,9 @@ class MultimodalCollator:
         encoder: computes features.
         packing: samples are packed documents; else each is one document, padded.
         dtype: of floating-point features, such as pixel values; default as the processor returns them, in float32.
+
+    Raises (a call):
+        DataError: the model does not take the videos of the samples, or its images and videos, together.
 
     Returns (of a call):
         What `collate` or `collate_padded` return, and the features of all documents in their order. position_ids have
@@ -55,7 +59,30 @@ class MultimodalCollator:
                 start = stop
         if axes > 1:
             batch["position_ids"] = torch.cat([text[None], rotary]) if positions.takes_text_axis else rotary
-        return {**batch, **per_token, **{name: _joined(values, self.dtype) for name, values in features.items()}}
+        joined = {name: _joined(values, self.dtype) for name, values in features.items()}
+        self._check_videos(batch["input_ids"], features, {**per_token, **joined})
+        return {**batch, **per_token, **joined}
+
+    def _check_videos(
+        self, ids: torch.Tensor, features: dict[str, list[torch.Tensor]], inputs: dict[str, torch.Tensor]
+    ) -> None:
+        """Raise DataError where the model takes each of the videos of a micro batch, but not all of them together.
+
+        Some models compute features of the frames by which shorter videos are padded, or mark images and videos with
+        one token.
+        """
+        shapes = dict.fromkeys(" x ".join(map(str, v.shape[1:])) for v in features.get("pixel_values_videos", ()))
+        problem: str | None = None
+        if self.encoder.mixes_images_and_videos(ids, features):
+            problem = "it marks images and videos with one token"
+        elif len(shapes) > 1:
+            problem = self.encoder.check(ids, inputs)
+        if problem:
+            raise DataError(
+                f"the model does not take these samples in one micro batch: {problem}",
+                found=f"videos of {', '.join(shapes)}" + (", and images" if "pixel_values" in features else ""),
+                hint="set data.packing: false and train.micro_batch_size: 1",
+            )
 
 
 def _joined(values: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -43,15 +43,16 @@ class PlaceholderCheck:
         return {"positions": self.positions, "_known": {}}
 
     def __call__(self, ids: Tensor, features: Mapping[str, Tensor]) -> str | None:
-        """What is wrong with the tokens [S] of a sample; "" for nothing, None where the model cannot tell.
+        """What is wrong with the tokens of samples; "" for nothing, None where the model cannot tell.
 
         Args:
+            ids: [S] or [B, S].
             features: what the processor returned besides tokens.
         """
         special = torch.unique(ids, return_counts=True)
         key = (*(tuple(part.tolist()) for part in special), *(_key(*item) for item in sorted(features.items())))
         if key not in self._known:
-            self._known[key] = self._run({"input_ids": ids[None], **features})
+            self._known[key] = self._run({"input_ids": torch.atleast_2d(ids), **features})
         return self._known[key]
 
     @cached_property
@@ -81,7 +82,7 @@ class PlaceholderCheck:
             return ""
         except ValueError as error:
             text = str(error).splitlines()[0]
-            return text if "token" in text and "match" in text else None
+            return text if "token" in text and "feature" in text else None
         # The code of any model, which may read values that the meta device does not have.
         except Exception:
             return None
