@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from opslot._base.errors import DataError
-from opslot.data.chat import ChatEncoder, load_chat_template
+from opslot.data.chat import ChatEncoder
+from opslot.data.chat_template import load_chat_template
 from opslot.data.collation import IGNORE_INDEX, collate, make_sample
 from opslot.data.corpus import open_corpus
 from opslot.data.loader import evaluation_batches

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedConfig
 
 from opslot._base.errors import ConfigError, DataError
-from opslot.data import multimodal, multimodal_collation
+from opslot.data import multimodal, multimodal_collation, processor_call
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
 from opslot.data.media import Limits, from_bytes, load_image
@@ -360,7 +360,7 @@ def test_frames_of_videos_marked_as_images():
     videos, video_grid = patches((2, 2, 4))
     inputs = {"pixel_values": images, "image_grid_thw": image_grid, "mm_token_type_ids": torch.zeros(1, 3)}
     inputs |= {"pixel_values_videos": -videos, "video_grid_thw": video_grid}
-    found = multimodal._videos_as_images(inputs, ["image", "video", "image"])
+    found = processor_call.videos_as_images(inputs, ["image", "video", "image"])
     assert found.keys() == {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
     assert found["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 4], [1, 4, 2]]
     assert torch.equal(found["pixel_values"], torch.cat([images[:4], -videos, images[4:]]))
@@ -373,7 +373,7 @@ def test_videos_marked_as_images_have_the_features_of_videos():
     model = random_model(tiny_config("glm4v")).model
     grid = torch.tensor([[2, 4, 2], [1, 2, 2]])
     pixels = torch.rand(20, model.visual.patch_embed.proj.weight[0].numel())
-    found = multimodal._videos_as_images({"pixel_values_videos": pixels, "video_grid_thw": grid}, ["video", "video"])
+    found = processor_call.videos_as_images({"pixel_values_videos": pixels, "video_grid_thw": grid}, ["video", "video"])
     images = model.get_image_features(**found).pooler_output
     videos = model.get_video_features(pixels, grid).pooler_output
     assert torch.equal(torch.cat(images), torch.cat(videos))

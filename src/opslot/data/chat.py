@@ -334,49 +334,6 @@ class ChatEncoder(SampleEncoder):
         return False
 
 
-def load_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> None:
-    """Give the tokenizer the template in the file `source`; None and "none" leave it as it is.
-
-    Raises:
-        DataError: the file cannot be read, the template is not a Jinja template, or the tokenizer has several without a
-            default.
-    """
-    if source == "none":
-        return
-    if source is None:
-        templates = getattr(tokenizer, "chat_template", None)
-        if isinstance(templates, dict) and not templates.keys() & {"default", "tool_use"}:
-            raise DataError(
-                "the tokenizer has several chat templates, and none is the default",
-                found=", ".join(templates),
-                hint="write one of them to a file, and set data.chat_template to it",
-            )
-        for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
-            _check_template(text, "the tokenizer's chat template", "set data.chat_template to a file with another")
-        return
-    try:
-        text = Path(source).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"data.chat_template: {source} cannot be read", found=str(error), hint="set it to a Jinja template file"
-        ) from error
-    _check_template(text, f"data.chat_template: {source}", "fix it there")
-    tokenizer.chat_template = text
-
-
-def _check_template(text: str, name: str, hint: str) -> None:
-    import jinja2
-
-    try:
-        # Block tags that Jinja itself does not know are checked when the first conversation is rendered.
-        jinja2.Environment().parse(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text))
-    except jinja2.TemplateSyntaxError as error:
-        if "unknown tag" not in str(error):
-            raise DataError(
-                f"{name} is not a Jinja template", found=f"line {error.lineno}: {error}", hint=hint
-            ) from error
-
-
 def _messages(value: Any, column: str) -> list[Message]:
     """Messages with role and content, from any of the known forms.
 

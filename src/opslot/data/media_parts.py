@@ -173,3 +173,16 @@ def _key_of(value: Any) -> str:
     if isinstance(value, str):
         return "path"
     return "bytes" if isinstance(value, bytes) else "array"
+
+
+def media_of(messages: Sequence[Mapping[str, Any]], media: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The first of `media`, those of the given messages."""
+    contents = [message.get("content") for message in messages]
+    count = sum(
+        part.get("type") in KINDS
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if isinstance(part, Mapping)
+    )
+    return media[:count]

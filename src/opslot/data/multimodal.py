@@ -35,7 +35,7 @@ from opslot.data.media import (
     load_video,
     to_bytes,
 )
-from opslot.data.media_parts import COLUMNS, has_unused_tag, separate_media
+from opslot.data.media_parts import COLUMNS, has_unused_tag, media_of, separate_media
 from opslot.data.processor_call import (
     RecordingTokenizer,
     audio_without_tokens,
@@ -43,6 +43,7 @@ from opslot.data.processor_call import (
     cut_audio,
     source_has,
     special_tokens_option,
+    videos_as_images,
 )
 from opslot.data.records import Location
 from opslot.data.rope_positions import RopePositions
@@ -169,7 +170,7 @@ class MultimodalEncoder(ChatEncoder):
         self, where: Location, sample: Rendered, media: list[tuple[str, Any]]
     ) -> tuple[MediaDocument, set[str]]:
         """A sample's tokens, labels and media, and the kinds of those."""
-        used = _used(sample, media)
+        used = media_of(sample.messages, media)
         description: dict[str, Any] = {
             "where": str(where),
             "folder": str(where.file.absolute().parent),
@@ -287,7 +288,7 @@ class MultimodalEncoder(ChatEncoder):
         if self.has_prefix:
             found["token_type_ids"] = (torch.arange(len(ids)) >= description["prefix"]).long()[None]
         if self._marks_videos_as_images(ids, found):
-            found = _videos_as_images(found, [kind for kind, _ in description["media"]])
+            found = videos_as_images(found, [kind for kind, _ in description["media"]])
         used = ("mm_token_type_ids",) if self.positions.axes > 1 else ()
         found = {
             name: value[0, : len(tokens)] if name in PER_TOKEN else value
@@ -479,42 +480,12 @@ class MultimodalEncoder(ChatEncoder):
         return token is None or bool((ids == token).any())
 
 
-def _used(sample: Rendered, media: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The media of the messages that a sample renders, in their order."""
-    contents = [message.get("content") for message in sample.messages]
-    count = sum(
-        part.get("type") in KINDS
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-        if isinstance(part, Mapping)
-    )
-    return media[:count]
-
-
 def _missing(kind: str) -> str:
     import importlib.util
 
     if kind == "video" and importlib.util.find_spec("torchvision") is None:
         return " without torchvision; pip install torchvision"
     return ""
-
-
-def _videos_as_images(inputs: dict[str, torch.Tensor], kinds: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The frames of videos as images, in the order of the text; `kinds` are those of its media.
-
-    A model that marks both with one token takes either images or videos in a batch, and computes the same features.
-    """
-    left = {name: value for name, value in inputs.items() if name not in ("pixel_values_videos", "video_grid_thw")}
-    parts: dict[str, Iterator[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for kind, pixels in {"image": "pixel_values", "video": "pixel_values_videos"}.items():
-        grid = inputs.get(f"{kind}_grid_thw")
-        if grid is not None:
-            frames = [torch.tensor([[1, h, w]] * t) for t, h, w in grid.tolist()]
-            parts[kind] = zip(inputs[pixels].split(grid.prod(-1).tolist()), frames, strict=True)
-    ordered = [next(parts[kind]) for kind in kinds if kind in parts]
-    patches, grids = zip(*ordered, strict=True)
-    return {**left, "pixel_values": torch.cat(patches), "image_grid_thw": torch.cat(grids)}
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

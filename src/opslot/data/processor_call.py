@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,3 +168,20 @@ class RecordingTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
+
+
+def videos_as_images(inputs: dict[str, torch.Tensor], kinds: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The frames of videos as images, in the order of the text; `kinds` are those of its media.
+
+    A model that marks both with one token takes either images or videos in a batch, and computes the same features.
+    """
+    left = {name: value for name, value in inputs.items() if name not in ("pixel_values_videos", "video_grid_thw")}
+    parts: dict[str, Iterator[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for kind, pixels in {"image": "pixel_values", "video": "pixel_values_videos"}.items():
+        grid = inputs.get(f"{kind}_grid_thw")
+        if grid is not None:
+            frames = [torch.tensor([[1, h, w]] * t) for t, h, w in grid.tolist()]
+            parts[kind] = zip(inputs[pixels].split(grid.prod(-1).tolist()), frames, strict=True)
+    ordered = [next(parts[kind]) for kind in kinds if kind in parts]
+    patches, grids = zip(*ordered, strict=True)
+    return {**left, "pixel_values": torch.cat(patches), "image_grid_thw": torch.cat(grids)}

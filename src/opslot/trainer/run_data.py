@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opslot._base.errors import ConfigError, DataError, list_problems
-from opslot.data.chat import ChatEncoder, load_chat_template
+from opslot.data.chat import ChatEncoder
+from opslot.data.chat_template import load_chat_template
 from opslot.data.corpus import TokenCorpus, open_corpus
 from opslot.data.encoder import Encoder, TextEncoder
 from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names

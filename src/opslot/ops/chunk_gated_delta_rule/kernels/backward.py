@@ -28,7 +28,6 @@ from opslot._base.jit import dot, downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv, launch_concurrently
 from opslot.ops._common.kernels.tiles import (
     as_tokens,
-    decay,
     load_plane,
     load_plane_transposed,
     load_scalars,
@@ -42,6 +41,7 @@ from opslot.ops._common.kernels.tiles import (
 )
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import recur
+from opslot.ops.chunk_gated_delta_rule.kernels.pairs import norm_reciprocal, split_exponent, write_pairs
 from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
 from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE, System
 
@@ -146,27 +146,6 @@ def dstates_kernel(
 
 
 @triton.jit
-def split_exponent(x):
-    """A power of two and a factor, of 1 to 2 (negative for negative x), that multiply to x; 0 and 1 for x = 0."""
-    bits = x.to(tl.uint32, bitcast=True)
-    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-    return power, ((bits & 0x807FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def norm_reciprocal(
-    ptr, start, length, head, token, head_stride, column, NORM: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The reciprocal norm of each token of [T, heads, K] as power and factor; ones without NORM."""
-    power = tl.zeros((CHUNK,), dtype=tl.float32) + 1.0
-    factor = power
-    if NORM:
-        x = load_tokens(ptr, start, length, head, token, head_stride, column, K, CHUNK).to(tl.float32)
-        power, factor = split_exponent(tl.rsqrt(tl.sum(x * x, 1) + 1e-6))
-    return power, factor
-
-
-@triton.jit
 def load_scaled(
     ptr,
     start,
@@ -185,64 +164,6 @@ def load_scaled(
     if NORM:
         x = downcast(x.to(tl.float32) * power[:, None], ptr.dtype.element_ty)
     return x
-
-
-@triton.jit
-def pairs_kernel(
-    q_ptr,
-    k_ptr,
-    beta_ptr,
-    dout_ptr,
-    start_ptr,
-    length_ptr,
-    scales_ptr,
-    residual_ptr,
-    dv_ptr,
-    dwithin_ptr,
-    dsystem_ptr,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    dout_token,
-    dout_head,
-    scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    NORM: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """dW and dA, scaled, [chunks * V_heads, CHUNK, CHUNK]: one program per chunk and value head."""
-    index = tl.program_id(0)
-    head = index % HEADS
-    start = tl.load(start_ptr + index // HEADS)
-    length = tl.load(length_ptr + index // HEADS)
-    if length > 0:
-        i = tl.arange(0, CHUNK)
-        row = tl.arange(0, BK)
-        _, q_factor = norm_reciprocal(q_ptr, start, length, head // GROUP, q_token, q_head, row, NORM, K, CHUNK)
-        _, k_factor = norm_reciprocal(k_ptr, start, length, head // GROUP, k_token, k_head, row, NORM, K, CHUNK)
-        _, rate_factor = split_exponent(load_scalars(beta_ptr, start, length, head, HEADS, CHUNK))
-        cumulated = tl.load(scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + CUMULATED * CHUNK + i)
-        dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        for first in tl.range(0, V, BV, num_stages=STAGES):
-            column = first + tl.arange(0, BV)
-            dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
-            dv = load_tokens(dv_ptr, start, length, head, HEADS * V, V, column, V, CHUNK)
-            residual = load_plane(residual_ptr, index, column, i, V, CHUNK)
-            dwithin = dot(dout, residual, dwithin)
-            dsystem = dot(dv, residual, dsystem)
-        before = decay(cumulated, cumulated, i[:, None] >= i[None, :]) * (k_factor * rate_factor)[None, :]
-        dwithin *= before * (q_factor * scale)[:, None]
-        store_plane(dwithin_ptr, dwithin, index, i, i, CHUNK, CHUNK)
-        before = tl.where(i[:, None] > i[None, :], before, 0.0)
-        store_plane(dsystem_ptr, -dsystem * before * k_factor[:, None], index, i, i, CHUNK, CHUNK)
 
 
 @triton.jit
@@ -386,7 +307,6 @@ def gradients_kernel(
 
 
 _launch_dstates = KernelLauncher(dstates_kernel)
-_launch_pairs = KernelLauncher(pairs_kernel)
 _launch_gradients = KernelLauncher(gradients_kernel)
 
 
@@ -419,19 +339,13 @@ def write_gradients(
     dout = as_tokens(dout)
     plan = call.plan
     states = recur_both_ways(call, system, initial_state, dout, dfinal, dv, dinitial)
-    matrices = tuple(call.by_chunk(CHUNK, CHUNK) for _ in range(2))
-    tokens = (call.q, call.k, call.rate, dout, *call.chunks.table, system.scales)
-    _launch_pairs(
-        (call.per_chunk, 1, 1),
-        (*tokens, states.residual, dv, *matrices),
-        strides(call.q, call.k, dout),
-        (call.scale,),
-        (*call.sizes, call.normalize, plan.key, plan.value_block, CHUNK, 2),
-        4,
-    )
+    pairs = write_pairs(call, system.scales, dout, states.residual, dv)
     _launch_gradients(
         (call.per_chunk // call.group, 1, 1),
-        (*tokens, states.found, states.residual, states.gradient, dv, *matrices, dq, dk, dbeta, dg),
+        (
+            *(call.q, call.k, call.rate, dout, *call.chunks.table, system.scales),
+            *(states.found, states.residual, states.gradient, dv, *pairs, dq, dk, dbeta, dg),
+        ),
         strides(call.q, call.k, dout),
         (call.scale,),
         (*call.sizes, call.normalize, plan.key, plan.grad_block, CHUNK, plan.stages),

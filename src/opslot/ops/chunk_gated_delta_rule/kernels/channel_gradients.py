@@ -21,7 +21,6 @@ from opslot.ops._common.kernels.tiles import (
     load_plane_transposed,
     load_scalars,
     load_tokens,
-    store_plane,
     store_tokens,
     strides,
 )
@@ -34,42 +33,7 @@ from opslot.ops.chunk_gated_delta_rule.kernels.channels import (
     in_second_half,
     middle_of_block,
 )
-
-
-@triton.jit
-def pairs_kernel(
-    dout_ptr,
-    start_ptr,
-    length_ptr,
-    residual_ptr,
-    dv_ptr,
-    dwithin_ptr,
-    dsystem_ptr,
-    dout_token,
-    dout_head,
-    HEADS: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """dW and dA [chunks * HEADS, CHUNK, CHUNK]; elements above the diagonal, and of dA on it, are not used."""
-    index = tl.program_id(0)
-    head = index % HEADS
-    start = tl.load(start_ptr + index // HEADS)
-    length = tl.load(length_ptr + index // HEADS)
-    if length > 0:
-        i = tl.arange(0, CHUNK)
-        dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        for first in tl.range(0, V, BV, num_stages=2):
-            column = first + tl.arange(0, BV)
-            dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
-            dv = load_tokens(dv_ptr, start, length, head, HEADS * V, V, column, V, CHUNK)
-            residual = load_plane(residual_ptr, index, column, i, V, CHUNK)
-            dwithin = dot(dout, residual, dwithin)
-            dsystem = dot(dv, residual, dsystem)
-        store_plane(dwithin_ptr, dwithin, index, i, i, CHUNK, CHUNK)
-        store_plane(dsystem_ptr, -dsystem, index, i, i, CHUNK, CHUNK)
+from opslot.ops.chunk_gated_delta_rule.kernels.pairs import write_pairs
 
 
 @triton.jit(do_not_specialize=["dbeta_block"])
@@ -228,7 +192,6 @@ def project_kernel(
     tl.store(grad_ptr + target, downcast(grad, grad_ptr.dtype.element_ty), mask=inside)
 
 
-_launch_pairs = KernelLauncher(pairs_kernel)
 _launch_gradients = KernelLauncher(channel_gradients_kernel)
 _launch_project = KernelLauncher(project_kernel)
 
@@ -247,15 +210,7 @@ def write_channel_gradients(
     dout = as_tokens(dout)
     plan = call.plan
     states = recur_both_ways(call, system, initial_state, dout, dfinal, dv, dinitial)
-    dwithin, dsystem = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
-    _launch_pairs(
-        (call.per_chunk, 1, 1),
-        (dout, *call.chunks.table, states.residual, dv, dwithin, dsystem),
-        strides(dout),
-        (),
-        (call.heads, call.value, plan.value_block, CHUNK),
-        4,
-    )
+    pairs = write_pairs(call, None, dout, states.residual, dv)
     blocks = cdiv(call.key, plan.key_block)
     parts = dbeta.new_empty((blocks, *call.rate.shape), dtype=torch.float32)
     given = [torch.empty_like(x, dtype=torch.float32) if call.normalize else x for x in (dq, dk)]
@@ -263,7 +218,7 @@ def write_channel_gradients(
         (call.per_chunk // call.group, blocks, 1),
         (
             *(call.q, call.k, call.rate, dout, *call.chunks.table, system.cumulated, system.norms),
-            *(states.found, states.residual, states.gradient, dv, dwithin, dsystem, *given, parts, dg),
+            *(states.found, states.residual, states.gradient, dv, *pairs, *given, parts, dg),
         ),
         strides(call.q, call.k, dout),
         (call.rate.numel(),),
