@@ -58,8 +58,7 @@ RECURRENCES = {
         (128, 128, 2, 227 * 1024),
         (
             {},
-            {"system_warps": 4},
-            {"system_warps": 16},
+            {"system_warps": 8},
             {"channel_warps": 4},
             {"channel_warps": 16},
             {"value_block": 128},

@@ -62,9 +62,9 @@ def _priority(request: KernelRequest) -> int | None:
     """Forward + backward at Qwen3-Next's sizes (`opslot bench`), beside torch's chunks.
 
     On an H200 in bf16, 8192 tokens take 1.3 ms (145), 16384 tokens in 16 documents 2.4 (58); Kimi delta attention of
-    8192 tokens and 32 heads of 128 takes 5.2, in one document or 16. On an H100 in fp16: 2.8 (154), 5.2 (69), 6.3
-    (186), and in documents 6.4 (62). There in fp32, without tensor cores: 73 (157), but in documents 149 (68); Kimi
-    delta attention 40 (191), and in documents 42 (62).
+    8192 tokens and 32 heads of 128 takes 4.3. On an H100 in fp16: 2.8 (154), 5.2 (69), 6.3 (186), and in documents 6.4
+    (62). There in fp32, without tensor cores: 73 (157), but in documents 149 (68); Kimi delta attention 40 (191), and
+    in documents 42 (62).
     """
     measured = FLOATS if request.variant == "per_channel" else HALF_FLOATS
     return 80 if request.dtype in measured else None

@@ -1,11 +1,11 @@
 """The gated delta rule in Triton: chunks of 64 tokens, forward and backward, deterministic.
 
 Forward: invert every chunk's triangular system in one kernel, and walk along each document's chunks with the state in
-registers, writing the outputs. Backward computes this again from the arguments, which are all that is saved, but
-writes the state that each chunk finds and its residuals; walks back with the state's gradient, at the same time; and
-computes all other gradients in one kernel over chunks and key heads. Queries and keys are normalized by scaling rows
-of results. Long documents in few heads are split, since the state that leaves a part is linear in the state that finds
-it.
+registers, writing the outputs. Backward computes this again from the arguments, which are all that is saved (with
+decays of channels, so are the systems, which take longest there), but writes the state that each chunk finds and its
+residuals; walks back with the state's gradient, at the same time; and computes all other gradients in one kernel over
+chunks and key heads. Queries and keys are normalized by scaling rows of results. Long documents in few heads are split,
+since the state that leaves a part is linear in the state that finds it.
 No chunk has tokens of two documents: a table of chunks is computed on the device, with the maximum length that the
 documents could need, so that the host never waits for `cu_seqlens`. The modules of `kernels` give the formulas.
 
@@ -26,8 +26,9 @@ from opslot._base.kernel_launch import shared_memory
 from opslot.ops._common.arguments import copy_or_zero, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients
 from opslot.ops._common.documents import one_row
+from opslot.ops._common.kernels.chunks import count_chunks
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
-from opslot.ops.chunk_gated_delta_rule.kernels.call import prepare
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, prepare
 from opslot.ops.chunk_gated_delta_rule.kernels.channel_gradients import write_channel_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.channels import solve_channels
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import write_output
@@ -49,9 +50,18 @@ def _allocate(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Te
     return out, value.new_empty(shape, dtype=torch.float32) if want_final else None
 
 
-def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
+def _allocate_per_channel(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    """N and W of `channels.py` are kept for backward."""
+    cu_seqlens = rest[-3]
+    batch, length, heads, _ = value.shape
+    chunks = count_chunks(None if cu_seqlens is None else cu_seqlens.shape[0] - 1, batch, length, CHUNK)
+    inverse, within = (key.new_empty(chunks * heads, CHUNK, CHUNK) for _ in range(2))
+    return *_allocate(query, key, value, *rest), inverse, within
+
+
+def _forward(outputs: tuple[Any, ...], *args: Any) -> None:
     *inputs, initial_state, cu_seqlens, normalize, _ = args
-    out, final = outputs
+    out, final, *solution = outputs
     if out.numel() == 0:
         copy_or_zero(final, initial_state)
         return
@@ -59,7 +69,7 @@ def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
     if call.key > WIDEST_KEY_IN_99_KIB and call.k.element_size() > 2 and shared_memory(call.k.device) < _WIDE_KEYS:
         limit = f"{WIDEST_KEY_IN_99_KIB} in float32 on this GPU, for its shared memory"
         reject(_LABEL, "key", f"its heads are {call.key} wide, the limit is {limit}", "use torch_chunked or bfloat16")
-    system = solve_channels(call) if call.per_channel else solve(call)
+    system = solve_channels(call, tuple(solution), solved=False) if call.per_channel else solve(call)
     write_output(call, system, initial_state, out, final)
 
 
@@ -69,7 +79,8 @@ def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) 
 
 
 def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> None:
-    *inputs, initial_state, cu_seqlens, normalize, want_final = args[:-_DIFFERENTIABLE]
+    *inputs, initial_state, cu_seqlens = args[: _DIFFERENTIABLE + 1]
+    *solution, normalize, want_final = args[_DIFFERENTIABLE + 1 : -_DIFFERENTIABLE]
     *grads, dinitial = gradients
     value = inputs[2]
     if not want_final:
@@ -82,19 +93,33 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
     call = prepare(inputs, cu_seqlens, normalize)
     arguments = initial_state, dout, dfinal, tuple(grads), dinitial
     if call.per_channel:
-        write_channel_gradients(call, solve_channels(call), *arguments)  # type: ignore[arg-type]
+        system = solve_channels(call, tuple(solution), solved=True)
+        write_channel_gradients(call, system, *arguments)  # type: ignore[arg-type]
     else:
         write_gradients(call, solve(call), *arguments)  # type: ignore[arg-type]
 
 
+_ARGUMENTS = (
+    "(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens,"
+    " bool normalize, bool want_final)"
+)
 _gated_delta_rule = differentiable_op(
-    "chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state,"
-    " Tensor? cu_seqlens, bool normalize, bool want_final) -> (Tensor, Tensor)",
+    f"chunk_gated_delta_rule{_ARGUMENTS} -> (Tensor, Tensor)",
     allocate=_allocate,
     launch=_forward,
     allocate_gradients=_allocate_gradients,
     launch_backward=_backward,
     differentiable=_DIFFERENTIABLE,
+)
+_per_channel = differentiable_op(
+    f"chunk_gated_delta_rule_per_channel{_ARGUMENTS} -> (Tensor, Tensor, Tensor inverse, Tensor within)",
+    allocate=_allocate_per_channel,
+    launch=_forward,
+    allocate_gradients=_allocate_gradients,
+    launch_backward=_backward,
+    differentiable=_DIFFERENTIABLE,
+    kept=("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens", "inverse", "within"),
+    returned=2,
 )
 
 
@@ -128,7 +153,8 @@ def chunk_gated_delta_rule(
     shape = value.shape
     if cu_seqlens is not None:
         query, key, value, g, beta = map(one_row, (query, key, value, g, beta))
-    out, final = _gated_delta_rule(
+    apply = _gated_delta_rule if g.dim() == 3 else _per_channel
+    out, final = apply(
         query, key, value, g, beta, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, output_final_state
     )
     return out.view(shape), final if output_final_state else None

@@ -82,6 +82,14 @@ class Chunks:
         return self.cu_seqlens, self.first
 
 
+def count_chunks(documents: int | None, batch: int, length: int, chunk: int) -> int:
+    """Chunks of `batch` rows of `length` tokens; of `documents` in one row, the most that they may have."""
+    if documents is None:
+        return batch * cdiv(length, chunk)
+    # Each document may end with a chunk of one token.
+    return min((length + (chunk - 1) * documents) // chunk, length)
+
+
 def chunk_table(cu_seqlens: Tensor | None, batch: int, length: int, device: torch.device, chunk: int) -> Chunks:
     """The chunks of `batch` rows of `length` tokens, or of the documents between `cu_seqlens` [documents + 1].
 
@@ -89,12 +97,11 @@ def chunk_table(cu_seqlens: Tensor | None, batch: int, length: int, device: torc
         chunk: tokens of a chunk; the last one of a document may have fewer.
     """
     if cu_seqlens is None:
-        documents, count = batch, batch * cdiv(length, chunk)
+        documents, count = batch, count_chunks(None, batch, length, chunk)
         cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
     else:
         documents = cu_seqlens.numel() - 1
-        # Each document may end with a chunk of one token.
-        count = min((length + (chunk - 1) * documents) // chunk, length)
+        count = count_chunks(documents, batch, length, chunk)
         cu_seqlens = cu_seqlens.contiguous()
     first = torch.empty(documents + 1, dtype=torch.int32, device=device)
     start, tokens = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))

@@ -77,7 +77,7 @@ def plan_for(key: int, value: int, element_bytes: int, shared: int) -> ChunkTili
         grad_warps=16 if large else 8,
         keys_last=not half and shared < _KEYS_FIRST,
         value_block=min(64 if half else 16, value_full),
-        system_warps=8,
+        system_warps=4 if half else 8,
         channel_warps=8,
     )
 
