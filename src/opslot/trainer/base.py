@@ -44,6 +44,7 @@ from opslot.trainer.callbacks.writers import (
 from opslot.trainer.checkpointing import CHECKPOINTS, find_checkpoints
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
+from opslot.trainer.lora import without_gradient
 from opslot.trainer.loss_scaling import LossScaler
 from opslot.trainer.optimizer import build_optimizer, learning_rate, require_same_optimizer, set_learning_rate
 from opslot.trainer.output_folder import write_description
@@ -349,6 +350,11 @@ class BaseTrainer(ABC):
                 break
             self.optimizer.zero_grad(set_to_none=True)
         self._check_finite(step_loss, grad_norm)
+        if self.step == self._first_step and (unused := without_gradient(self.model)):
+            self.say(
+                f"warning: no gradient in step {self.step + 1} for the adapters of {', '.join(unused)}; "
+                "if the model never calls these layers, leave them out of lora.target_modules"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         average_statistics(self.model)

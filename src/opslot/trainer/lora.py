@@ -83,6 +83,18 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
     config.base_model_name_or_path = base
 
 
+def without_gradient(model: nn.Module) -> list[str]:
+    """Layers whose adapters got no gradient in a backward pass, with numbers as `*`: code that reads a layer's weight
+    instead of calling the layer does not run its adapter.
+    """
+    paths = [
+        path
+        for path, layer in adapter_layers(model)
+        if all(parameter.grad is None for parameter in layer.parameters() if parameter.requires_grad)
+    ]
+    return list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths))
+
+
 def _check_patterns(model: nn.Module, lora: LoraConfig) -> None:
     paths = [
         f"{path}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else path

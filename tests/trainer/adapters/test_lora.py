@@ -352,3 +352,14 @@ def test_other_adapters_of_a_head_say_why_they_compute_logits(trainer, dense_bas
     (row,) = [row for row in explain(run.model) if row.op == "cross_entropy_loss" and row.variant == "causal"]
     assert row.chosen == "eager"
     assert "adapter of the kind DoraLinearVariant" in row.why
+
+
+def test_warning_of_adapters_that_the_forward_does_not_run(trainer, capsys):
+    run = trainer("run")
+    for path, layer in adapter_layers(run.model):
+        if path.endswith("o_proj"):
+            layer.forward = layer.get_base_layer().forward
+    run.train()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1
+    assert "no gradient in step 1 for the adapters of model.layers.*.self_attn.o_proj;" in warnings[0]
