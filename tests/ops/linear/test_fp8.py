@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 import opslot
 from opslot._base.device import DeviceFacts
-from opslot._base.errors import ConfigError, KernelError
+from opslot._base.errors import ConfigError
 from opslot.ops.linear import fp8
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
 from opslot.verify.tiny import tiny_config
@@ -126,13 +126,33 @@ def test_infinite_input_is_not_hidden():
     assert not fp8.standard(x, torch.randn(32, 16, device=DEVICE)).isfinite().all()
 
 
-def test_unsupported_size_raises_when_bound():
-    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 20)).to(DEVICE)
-    with pytest.raises(ConfigError, match=r"requires sizes divisible by 16, its weight is \[20, 32\]"):
-        opslot.bind(model, {"linear_implementation": "fp8"})
-    opslot.bind(model, {"linear_implementation": "fp8", "overrides": {"1": {"linear_implementation": "eager"}}})
-    with pytest.raises(KernelError, match="sizes must be divisible by 16"):
-        fp8.standard(torch.randn(4, 32), torch.randn(20, 32))
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("width", "outputs"), [(45, 37), (48, 37), (45, 48)])
+def test_other_sizes_are_those_of_tensors_padded_with_zeros(width, outputs, bias):
+    x = torch.randn(2, 21, width, device=DEVICE, requires_grad=True)
+    linear = nn.Linear(width, outputs, bias=bias).to(DEVICE)
+    out = fp8.standard(x, linear.weight, linear.bias)
+    padded = nn.Linear(48, 48, bias=bias).to(DEVICE)
+    with torch.no_grad():
+        for parameter, values in zip(padded.parameters(), linear.parameters(), strict=True):
+            parameter.zero_()[tuple(map(slice, values.shape))] = values
+    wide = nn.functional.pad(x.detach(), (0, 48 - width)).requires_grad_()
+    expected = fp8.standard(wide, padded.weight, padded.bias)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected[..., :outputs], rtol=0, atol=0)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    expected[..., :outputs].backward(dout)
+    torch.testing.assert_close(x.grad, wide.grad[..., :width], rtol=0, atol=0)
+    for parameter, wanted in zip(linear.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad[tuple(map(slice, parameter.shape))], rtol=0, atol=0)
+
+
+def test_preset_binds_unaligned_layers():
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 20)).to(DEVICE)
+    opslot.bind(model, "fp8")
+    rows = {row.variant: row.kernel for row in opslot.explain(model) if row.op == "linear"}
+    assert rows == {"unaligned": "fp8", "standard": "fp8"}
 
 
 def test_older_gpus_are_unsupported():

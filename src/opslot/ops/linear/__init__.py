@@ -15,9 +15,6 @@ def _fp8_unsupported(request: KernelRequest) -> str | None:
     capability = request.device.capability
     if request.device.type == "gpu" and capability is not None and capability < _FP8_CAPABILITY:
         return f"requires compute capability 8.9 or higher, this is {request.device}"
-    weight = getattr(request.module, "weight", None)
-    if weight is not None and (weight.dim() != 2 or weight.shape[0] % 16 or weight.shape[1] % 16):
-        return f"requires sizes divisible by 16, its weight is {list(weight.shape)}"
     return None
 
 
@@ -44,7 +41,7 @@ add_kernel(
     OP,
     "fp8",
     "fp8:standard",
-    ["standard"],
+    ["standard", "unaligned"],
     dtypes=FLOATS,
     supports=_fp8_unsupported,
     relative_error=_FP8_ERROR,

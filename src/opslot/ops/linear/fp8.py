@@ -18,7 +18,7 @@ from opslot.ops._common.custom_op import autograd_function, custom_op, no_view
 from opslot.ops.linear.arguments import HINT, checked
 
 _KERNEL = "linear_implementation='fp8'"
-# Sizes that tensor cores multiply in FP8 are multiples of it.
+# Sizes that tensor cores multiply in FP8 are multiples of it; others are padded with zeros.
 _MULTIPLE = 16
 # The largest factor of a tensor: a power of two whose reciprocal, the scale, is a normal number in float32.
 MOST = 2.0**126
@@ -31,13 +31,18 @@ def standard(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         KernelError: unsupported shapes, dtypes or devices.
     """
     input, weight, bias = checked(_KERNEL, input, weight, bias)
-    if weight.shape[0] % _MULTIPLE or weight.shape[1] % _MULTIPLE:
-        reject(_KERNEL, "weight", f"shape {tuple(weight.shape)}, sizes must be divisible by {_MULTIPLE}", HINT)
     if input.device.type not in ("cuda", "cpu", "meta"):
         reject(_KERNEL, "input", f"it is on {input.device}, not a GPU or CPU", HINT)
     if not input.numel():
         return nn.functional.linear(input, weight, bias)
-    return _linear(input, weight, bias)
+    outputs, width = weight.shape
+    below, right = _padded(outputs) - outputs, _padded(width) - width
+    if not below and not right:
+        return _linear(input, weight, bias)
+    pad = nn.functional.pad
+    x = pad(input, (0, right)) if right else input
+    out = _linear(x, pad(weight, (0, right, 0, below)), None if bias is None else pad(bias, (0, below)))
+    return out[..., :outputs].contiguous()
 
 
 def _largest(gradient: bool) -> tuple[torch.dtype, float]:
@@ -45,8 +50,8 @@ def _largest(gradient: bool) -> tuple[torch.dtype, float]:
     return dtype, torch.finfo(dtype).max
 
 
-def _padded(rows: int) -> int:
-    return -(-rows // _MULTIPLE) * _MULTIPLE
+def _padded(size: int) -> int:
+    return -(-size // _MULTIPLE) * _MULTIPLE
 
 
 def _quantize(x: Tensor, gradient: bool, by_row: bool, by_column: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
