@@ -6,7 +6,7 @@ import torch
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.distributed import init_parallel_state, shard_sequence, sum_over_ranks
-from opslot.models._sequence import with_ulysses
+from opslot.models._sequence.ulysses import with_ulysses
 from opslot.slots import binding_of
 from opslot.verify.random_model import random_model, train_step
 from opslot.verify.tiny import tiny_config

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 import opslot
 from opslot.distributed import init_parallel_state
-from opslot.models._modalities import alias_outputs
+from opslot.models._multimodal.modalities import alias_outputs
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 from tests.distributed.tiny import assert_gradients_close, gradients
@@ -179,7 +179,7 @@ def test_tower_without_smallest_input(ranks, name, checkpointing):
 def test_audio_and_visual_towers_run_without_input():
     from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
-    from opslot.models._modalities import find_towers
+    from opslot.models._multimodal.modalities import find_towers
 
     audio = {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "encoder_layers": 1, "output_dim": 32}
     config = Qwen2_5OmniThinkerConfig(

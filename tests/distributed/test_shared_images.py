@@ -9,10 +9,10 @@ from torch.utils import _pytree as pytree
 import opslot
 from opslot.data.rope_positions import RopePositions
 from opslot.distributed import init_parallel_state, shard_sequence
-from opslot.models import _multimodal_sequence
-from opslot.models._images import visual_inputs
-from opslot.models._modalities import feature_module, features_of, find_towers
-from opslot.models._shared_images import _bounds, can_share_frames, can_share_images
+from opslot.models._multimodal import sequence as multimodal_sequence
+from opslot.models._multimodal.images import visual_inputs
+from opslot.models._multimodal.modalities import feature_module, features_of, find_towers
+from opslot.models._multimodal.shared_images import _bounds, can_share_frames, can_share_images
 from opslot.verify.media import media_samples, pack, with_common_divisor
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -107,11 +107,11 @@ def features_of_videos(name):
     seen = []
     patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel() // module.weight[0].numel()))
     # As in the forward pass of the model.
-    before = _multimodal_sequence._whole.set(True)
+    before = multimodal_sequence._whole.set(True)
     try:
         found = pytree.tree_leaves(features_of(getattr(holder, method)(**inputs)))
     finally:
-        _multimodal_sequence._whole.reset(before)
+        multimodal_sequence._whole.reset(before)
     equal = [x.shape == y.shape and torch.allclose(x, y, atol=1e-6) for x, y in zip(found, expected, strict=True)]
     return equal, seen
 

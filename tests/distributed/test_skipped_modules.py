@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 
 import opslot
 from opslot.distributed import init_parallel_state
-from opslot.models._conditional import add_zero_of_skipped_modules
+from opslot.models._multimodal.conditional import add_zero_of_skipped_modules
 from opslot.verify.random_model import random_ids, random_model, train_step, whole_batch, worst_difference
 from opslot.verify.tiny import tiny_config
 

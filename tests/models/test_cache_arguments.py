@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from opslot.models._conditional import _Layers
-from opslot.models._packed_documents import _add_positions
+from opslot.models._multimodal.conditional import _Layers
+from opslot.models._sequence.packed_documents import _add_positions
 from opslot.models.unlimited_ocr.masks import reference_window_mask
 from opslot.ops._common.documents import CACHE_ARGUMENTS, add_documents, given_arguments, positions_of_documents
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import flash_attention_mask
 import opslot
 from opslot._base.errors import ConfigError, KernelError
 from opslot.distributed import ParallelState
-from opslot.models._sequence import prepare_ulysses
+from opslot.models._sequence.ulysses import prepare_ulysses
 from opslot.ops.attention.masks import Keys, Layout, reads_layout
 from opslot.ops.attention.reference import reference
 from opslot.slots import KERNEL_REGISTRY, binding_of

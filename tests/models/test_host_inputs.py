@@ -20,7 +20,7 @@ from transformers import (
 import opslot
 from opslot._base.host_values import device_copy, host_values
 from opslot.models._hooks import remove_hooks
-from opslot.models._host_inputs import (
+from opslot.models._multimodal.host_inputs import (
     _HostInputs,
     keep_inputs_from_fsdp,
     keep_inputs_on_host,
@@ -170,7 +170,7 @@ class Reads(nn.Module):
 
 def test_masks_select_the_same_elements(monkeypatch):
     """On the meta device only shapes exist, so the replaced operations are also compared on the CPU."""
-    import opslot.models._host_inputs as host_inputs
+    import opslot.models._multimodal.host_inputs as host_inputs
 
     ids, features = torch.tensor([[1, 3, 3], [3, 0, 2]]), torch.randn(3, 6, requires_grad=True)
     model = Reads()
@@ -200,7 +200,7 @@ def test_masks_expanded_as_features_stay_on_host():
 
 @pytest.mark.parametrize("expanded", [True, False])
 def test_masks_over_channels_copy_an_index_per_token(monkeypatch, expanded):
-    import opslot.models._host_inputs as host_inputs
+    import opslot.models._multimodal.host_inputs as host_inputs
 
     copied = []
     monkeypatch.setattr(host_inputs, "_to_device", lambda x, device: (copied.append(x.numel()), x)[1])

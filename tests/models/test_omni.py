@@ -183,7 +183,7 @@ def test_forward_and_backward_without_synchronization(name):
     """On the meta device, reading a value raises."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from opslot.models._host_inputs import keep_inputs_on_host
+    from opslot.models._multimodal.host_inputs import keep_inputs_on_host
 
     def attend(module, query, key, value, attention_mask=None, **kwargs):
         key_and_value = (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)

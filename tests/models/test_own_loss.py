@@ -14,7 +14,7 @@ from opslot.models._own_loss import (
     keeps_labels_in_place,
     why_not_causal,
 )
-from opslot.models._sequence import _require_positions
+from opslot.models._sequence.ulysses import _require_positions
 from opslot.verify.tiny import tiny_config
 
 

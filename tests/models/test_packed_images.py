@@ -7,7 +7,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import opslot
 from opslot.data.rope_positions import RopePositions
-from opslot.models._modalities import computes_features_inside, decoder_of, features_of, keep_documents_from_towers
+from opslot.models._multimodal.modalities import (
+    computes_features_inside,
+    decoder_of,
+    features_of,
+    keep_documents_from_towers,
+)
 from opslot.verify.media import media_samples, packed_samples
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 import opslot
-from opslot.models._packing import packing_problem
+from opslot.models._sequence.packing import packing_problem
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opslot.data.rope_positions import RopePositions
-from opslot.models._placeholders import PlaceholderCheck
+from opslot.models._multimodal.placeholders import PlaceholderCheck
 from opslot.verify.media import media_samples
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import opslot
-from opslot.models._images import visual_inputs
-from opslot.models._modalities import feature_module
+from opslot.models._multimodal.images import visual_inputs
+from opslot.models._multimodal.modalities import feature_module
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForImageTextToText
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.models._modalities import _zero_of_projections, find_towers
-from opslot.models._parts import parts_of
+from opslot.models._multimodal.modalities import _zero_of_projections, find_towers
+from opslot.models._multimodal.parts import parts_of
 from opslot.verify.media import media_samples
 from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config
@@ -110,7 +110,7 @@ def test_zero_of_projections_leaves_out_an_output_head_with_its_own_parameters()
 
 
 def test_features_that_layers_alone_read_raise_for_several_ranks():
-    from opslot.models._modalities import find_towers
+    from opslot.models._multimodal.modalities import find_towers
     from opslot.verify.random_model import random_model
     from opslot.verify.tiny import tiny_config
 

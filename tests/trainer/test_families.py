@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from opslot.data.rope_positions import RopePositions
 from opslot.models import build_foundation_model, trained_config
-from opslot.models._parts import parts_of
+from opslot.models._multimodal.parts import parts_of
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.processors import load_processor, multimodal_class

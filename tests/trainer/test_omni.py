@@ -12,7 +12,7 @@ import transformers
 
 from demos import omni as demo
 from opslot.checkpoint.folder import read_folder
-from opslot.models._parts import parts_of
+from opslot.models._multimodal.parts import parts_of
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.processors import load_processor

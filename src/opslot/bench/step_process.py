@@ -67,7 +67,7 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
         model = baseline.load().build(task["model"], dtype, task["device"], **baseline.models[name])
         return model, functools.partial(torch.optim.AdamW, fused=True), ""
     import opslot
-    from opslot.models._host_inputs import keep_inputs_on_host
+    from opslot.models._multimodal.host_inputs import keep_inputs_on_host
     from opslot.optim.selection import adamw_of
 
     added = OWN_IMPLEMENTATIONS[name]

@@ -16,7 +16,7 @@ from opslot._base.errors import ConfigError
 from opslot.cli.explain import model_arguments
 from opslot.models import load_config
 from opslot.models._layers import with_layers
-from opslot.models._modalities import feature_module
+from opslot.models._multimodal.modalities import feature_module
 from opslot.verify.random_model import text_ids
 
 

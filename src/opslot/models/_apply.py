@@ -68,10 +68,10 @@ def apply(
     for module, _, new in moves:
         if hasattr(new, ADOPT):
             getattr(module, ADOPT)()
-    from opslot.models._by_document import give_documents
-    from opslot.models._host_inputs import keep_inputs_on_host, reads_host_inputs
-    from opslot.models._modalities import keep_documents_from_towers
-    from opslot.models._packed_documents import separate_documents
+    from opslot.models._multimodal.host_inputs import keep_inputs_on_host, reads_host_inputs
+    from opslot.models._multimodal.modalities import keep_documents_from_towers
+    from opslot.models._sequence.by_document import give_documents
+    from opslot.models._sequence.packed_documents import separate_documents
 
     if reads_host_inputs(model):
         keep_inputs_on_host(model)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from opslot._base.source import forward_source
-from opslot.models._conditional import transformers_model
+from opslot.models._multimodal.conditional import transformers_model
 
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText", "LMHeadModel", "MTModel")
 _IGNORED = -100

@@ -18,14 +18,14 @@ from opslot._base.logging import get_logger
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, shard_model
 from opslot.distributed.fsdp import MODE_OPTIONS, needs_fsdp
 from opslot.distributed.mixed_precision import has_copies
-from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
-from opslot.models._conditional import add_zero_of_skipped_modules, transformers_model
-from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
-from opslot.models._linear_adapters import fuse_linear_adapters
-from opslot.models._modalities import alias_outputs, find_towers
-from opslot.models._quantized_experts import with_quantized_experts
+from opslot.models._adapters.experts import mark_adapted_experts, with_expert_adapters
+from opslot.models._adapters.linear import fuse_linear_adapters
+from opslot.models._adapters.quantized_experts import with_quantized_experts
+from opslot.models._multimodal.conditional import add_zero_of_skipped_modules, transformers_model
+from opslot.models._multimodal.host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
+from opslot.models._multimodal.modalities import alias_outputs, find_towers
 from opslot.models._registry import architecture_of
-from opslot.models._sequence import prepare_ulysses, with_ulysses
+from opslot.models._sequence.ulysses import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
 from opslot.slots.binding import KernelWrapper, class_name
 from opslot.slots.protocol import modules_by_document

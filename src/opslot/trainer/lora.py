@@ -15,7 +15,7 @@ from opslot._base.errors import ConfigError, list_problems
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import adapter_layers, add_adapter
 from opslot.models._build import classifier_heads
-from opslot.models._parts import PARTS, parts_of
+from opslot.models._multimodal.parts import PARTS, parts_of
 from opslot.slots import walk_slots
 from opslot.trainer.config import LoraConfig
 

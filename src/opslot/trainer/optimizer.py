@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
-from opslot.models._parts import select
+from opslot.models._multimodal.parts import select
 from opslot.ops.cross_entropy_loss.op import head_of
 from opslot.optim.selection import optimizer_class
 from opslot.trainer.config import OptimizerConfig, TrainConfig

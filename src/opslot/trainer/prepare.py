@@ -16,10 +16,10 @@ from opslot.checkpoint.initialize import initialize_weights
 from opslot.checkpoint.training_state import read_state
 from opslot.distributed import ParallelState, keep_frozen_statistics
 from opslot.models import load_foundation_weights
-from opslot.models._host_inputs import keep_inputs_on_host
-from opslot.models._parts import freeze, select
+from opslot.models._adapters.quantized_linear import quantize_layers
+from opslot.models._multimodal.host_inputs import keep_inputs_on_host
+from opslot.models._multimodal.parts import freeze, select
 from opslot.models.parallelize import parallelize
-from opslot.models.quantized_linear import quantize_layers
 from opslot.trainer.config import RunConfig
 from opslot.trainer.kernels import pin_kernels, require_same_kernels
 from opslot.trainer.lora import add_adapters

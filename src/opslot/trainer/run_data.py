@@ -28,7 +28,7 @@ from opslot.data.token_templates import TokenTemplateEncoder, renders_tokens
 from opslot.data.tokenizer import load_tokenizer
 from opslot.models import trained_config
 from opslot.models._build import config_error
-from opslot.models._placeholders import PlaceholderCheck
+from opslot.models._multimodal.placeholders import PlaceholderCheck
 from opslot.trainer.config import RunConfig
 from opslot.trainer.processors import load_processor, multimodal_class
 from opslot.trainer.setup import input_dtype

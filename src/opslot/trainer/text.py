@@ -21,7 +21,7 @@ from opslot.data.loader import SampleLoader, TokenLoader, evaluation_batches
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
 from opslot.models._own_loss import why_not_causal
-from opslot.models._packing import packing_problem
+from opslot.models._sequence.packing import packing_problem
 from opslot.ops.cross_entropy_loss import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.generating import generate_answers

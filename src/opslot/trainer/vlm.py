@@ -9,8 +9,8 @@ from opslot._base.errors import ConfigError
 from opslot.data.encoder_cost import linear_patch_cost
 from opslot.data.loader import TokenLoader
 from opslot.data.multimodal import MultimodalEncoder
-from opslot.models._modalities import decoder_of, inlined_inputs
-from opslot.models._packing import packing_problem
+from opslot.models._multimodal.modalities import decoder_of, inlined_inputs
+from opslot.models._sequence.packing import packing_problem
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.text import TextTrainer, rounded
 from opslot.trainer.validate import micro_batch_size

@@ -29,8 +29,8 @@ from opslot._base.errors import ConfigError, OpslotError
 from opslot.checkpoint import save_weights
 from opslot.data.rope_positions import RopePositions
 from opslot.models import apply, build_foundation_model
-from opslot.models._modalities import decoder_of
-from opslot.models._parts import parts_of
+from opslot.models._multimodal.modalities import decoder_of
+from opslot.models._multimodal.parts import parts_of
 from opslot.models._registry import declared_sub_model
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, format_table
 from opslot.slots.protocol import is_own_attention, keeps_sequences

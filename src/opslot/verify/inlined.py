@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.models._modalities import media_parameters
+from opslot.models._multimodal.modalities import media_parameters
 
 Batch = dict[str, Any]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from opslot._base.errors import ConfigError, error_text
 from opslot.data.rope_positions import RopePositions
-from opslot.models._audio import AudioInputs
-from opslot.models._images import Size, visual_inputs
-from opslot.models._modalities import computes_features_inside, feature_module
-from opslot.models._probe import count_features
+from opslot.models._multimodal.audio import AudioInputs
+from opslot.models._multimodal.images import Size, visual_inputs
+from opslot.models._multimodal.modalities import computes_features_inside, feature_module
+from opslot.models._multimodal.probe import count_features
 from opslot.verify.inlined import Form, InlinedInputs
 from opslot.verify.random_model import SEED, text_ids
 

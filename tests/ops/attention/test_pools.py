@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import opslot
-from opslot.models._modalities import decoder_of
+from opslot.models._multimodal.modalities import decoder_of
 from opslot.ops.attention import indexed, pools
 from opslot.ops.attention.reference import unpack_bits
 from opslot.ops.attention.visible import Visible

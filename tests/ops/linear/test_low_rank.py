@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from opslot._base.errors import KernelError
-from opslot.models._linear_adapters import fuse_linear_adapters
+from opslot.models._adapters.linear import fuse_linear_adapters
 from opslot.ops.linear import aligned, low_rank
 from opslot.ops.linear.nf4 import dequantize
 from opslot.ops.swiglu_mlp.triton import standard as swiglu
@@ -244,7 +244,7 @@ def test_compiles_with_the_forward_of_peft(calls):
 @pytest.mark.parametrize("with_adapter", [True, False])
 def test_quantized_layers_equal_dequantized_ones(with_adapter):
     pytest.importorskip("bitsandbytes")
-    from opslot.models.quantized_linear import _nf4_linear
+    from opslot.models._adapters.quantized_linear import _nf4_linear
 
     torch.manual_seed(0)
     dense = nn.Linear(96, 40).to(DEVICE).requires_grad_(False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot.models._probe import Inputs, Probe, find_once
+from opslot.models._multimodal.probe import Inputs, Probe, find_once
 
 METHOD = "get_audio_features"
 # Names of inputs: mel features, a waveform, or codes.

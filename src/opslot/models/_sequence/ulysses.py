@@ -24,10 +24,10 @@ from opslot.distributed import (
 )
 from opslot.distributed.recurrence import HEADS, SCAN_HEADS
 from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
-from opslot.models._global_sequences import run_on_global_sequences
-from opslot.models._modalities import computes_features_inside, decoder_of
-from opslot.models._multimodal_sequence import has_whole_sequences, shard_at_decoder
+from opslot.models._multimodal.modalities import computes_features_inside, decoder_of
+from opslot.models._multimodal.sequence import has_whole_sequences, shard_at_decoder
 from opslot.models._own_loss import averages_its_own_labels, keeps_labels_in_place
+from opslot.models._sequence.global_sequences import run_on_global_sequences
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, walk_slots

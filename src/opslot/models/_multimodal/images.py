@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.source import forward_source, source_of
-from opslot.models._probe import Inputs, Probe, find_once
+from opslot.models._multimodal.probe import Inputs, Probe, find_once
 
 Size = tuple[int, int, int]
 # Some models squeeze the axis of tokens, so one token is not legal.

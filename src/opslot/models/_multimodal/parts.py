@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from opslot._base.errors import ConfigError
-from opslot.models._audio import AUDIO_CONFIGS
-from opslot.models._decoder import decoder_in
-from opslot.models._modalities import feature_module
+from opslot.models._multimodal.audio import AUDIO_CONFIGS
+from opslot.models._multimodal.decoder import decoder_in
+from opslot.models._multimodal.modalities import feature_module
 from opslot.slots.protocol import trained_model
 
 PARTS = ("vision", "audio", "merger", "language_model")

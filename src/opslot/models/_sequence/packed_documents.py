@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from opslot._base.errors import KernelError
 from opslot._base.source import takes_text_axis
 from opslot.models._hooks import add_pre_hook
-from opslot.models._modalities import decoder_of
+from opslot.models._multimodal.modalities import decoder_of
 from opslot.ops._common.documents import (
     add_documents,
     has_cache,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
+from opslot.models._adapters.quantized_experts import quantize_experts
 from opslot.models._build import classifier_heads
-from opslot.models._quantized_experts import quantize_experts
 from opslot.ops.linear import low_rank
 from opslot.slots import walk_slots
 

@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from opslot.distributed import gather_outputs, get_parallel_state
-from opslot.models._images import Size, visual_inputs
-from opslot.models._probe import Probe, find_once
+from opslot.models._multimodal.images import Size, visual_inputs
+from opslot.models._multimodal.probe import Probe, find_once
 
 # Outputs of an encoder that the language model does not read.
 INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")

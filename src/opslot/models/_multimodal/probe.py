@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from opslot.models._decoder import decoder_in
+from opslot.models._multimodal.decoder import decoder_in
 
 Inputs = dict[str, Tensor]
 

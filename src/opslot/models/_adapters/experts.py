@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from opslot.checkpoint.adapters import ADAPTER, adapter_layers
 from opslot.distributed import ExpertParallel, get_parallel_state
 from opslot.distributed.dtensors import local_tensor
-from opslot.models._linear_adapters import set_forward
+from opslot.models._adapters.linear import set_forward
 from opslot.slots import Binding
 from opslot.slots.protocol import set_adapted
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.source import forward_source
-from opslot.models._decoder import reader_in
-from opslot.models._host_inputs import keep_inputs_on_host
-from opslot.models._modalities import feature_module
+from opslot.models._multimodal.decoder import reader_in
+from opslot.models._multimodal.host_inputs import keep_inputs_on_host
+from opslot.models._multimodal.modalities import feature_module
 
 if TYPE_CHECKING:
     from opslot.data.rope_positions import RopePositions

@@ -2,7 +2,7 @@
 
 FSDP's collectives for the parameters of a tower need all ranks, so that a rank whose batch has no image would hang the
 others. Each modality that a model can take is run once in each forward pass, in the order of Transformers' code. Towers
-whose smallest input is unknown have no separate collectives (`_conditional`).
+whose smallest input is unknown have no separate collectives (`conditional`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from opslot._base.errors import ConfigError
 from opslot._base.source import forward_source
 from opslot.distributed import get_parallel_state
 from opslot.distributed.dummy import dummy_forward
-from opslot.models._audio import METHOD as AUDIO_METHOD
-from opslot.models._audio import AudioInputs
-from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers, transformers_model
-from opslot.models._decoder import decoder_in, reader_in
 from opslot.models._hooks import add_pre_hook
-from opslot.models._images import visual_inputs
-from opslot.models._multimodal_sequence import has_whole_sequences
-from opslot.models._shared_images import (
+from opslot.models._multimodal.audio import METHOD as AUDIO_METHOD
+from opslot.models._multimodal.audio import AudioInputs
+from opslot.models._multimodal.conditional import (
+    add_zero_of_root,
+    encoders_of,
+    run_conditional_layers,
+    transformers_model,
+)
+from opslot.models._multimodal.decoder import decoder_in, reader_in
+from opslot.models._multimodal.images import visual_inputs
+from opslot.models._multimodal.sequence import has_whole_sequences
+from opslot.models._multimodal.shared_images import (
     INTERNAL_STATES,
     can_share_frames,
     can_share_images,

@@ -1,0 +1,1 @@
+"""LoRA adapters and the quantized weights below them."""
