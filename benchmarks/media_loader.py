@@ -102,7 +102,7 @@ def _write_video(file: Path, seconds: float, seed: int) -> str:
 @contextmanager
 def timed_parts() -> Iterator[dict[str, float]]:
     """CPU seconds by part of the work, of the dataloader in this process."""
-    from opslot.data.multimodal import MultimodalEncoder
+    from opslot.data.multimodal.samples import MultimodalEncoder
 
     found = dict.fromkeys(PARTS, 0.0)
     originals = {name: getattr(MultimodalEncoder, name) for name in PARTS.values()}

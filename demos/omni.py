@@ -163,7 +163,7 @@ def _conversation(question: Any, answer: str) -> dict[str, Any]:
 
 
 def _load_audio(files: list[Path]) -> dict[str, Any]:
-    from opslot.data.audio import load_audio
+    from opslot.data.multimodal.audio import load_audio
 
     return {"audio": [load_audio(file.name, file.parent, RATE) for file in files]} if files else {}
 

@@ -23,7 +23,7 @@ from workload import (
 )
 
 import opslot
-from opslot.data.rope_positions import RopePositions
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.distributed import (
     ParallelState,
     clip_grad_norm,

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from transformers import image_utils
 
-from opslot.data import audio, media, seeking
-from opslot.data.audio import load_audio, load_audio_track
-from opslot.data.media import (
+from opslot.data.multimodal import audio, media, seeking
+from opslot.data.multimodal.audio import load_audio, load_audio_track
+from opslot.data.multimodal.media import (
     Limits,
     MediaError,
     from_bytes,
@@ -21,7 +21,7 @@ from opslot.data.media import (
     load_video,
     to_bytes,
 )
-from opslot.data.resampling import _fast_length
+from opslot.data.multimodal.resampling import _fast_length
 from tests.multimodal import draw
 
 

@@ -15,13 +15,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedConfig
 
 from opslot._base.errors import ConfigError, DataError
-from opslot.data import multimodal, multimodal_collation, processor_call
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
-from opslot.data.media import Limits, from_bytes, load_image
-from opslot.data.multimodal import MultimodalEncoder, encoder_cost
+from opslot.data.multimodal import collation, processor_call, samples
+from opslot.data.multimodal.media import Limits, from_bytes, load_image
+from opslot.data.multimodal.rope_positions import RopePositions
+from opslot.data.multimodal.samples import MultimodalEncoder, encoder_cost
 from opslot.data.records import split_into_shards
-from opslot.data.rope_positions import RopePositions
 from opslot.trainer.processors import load_processor
 from tests.multimodal import draw, talk, write_model
 
@@ -417,10 +417,10 @@ def test_long_samples(encoder_of, tmp_path):
 
 
 def test_audio_tracks_are_passed_in_the_order_of_the_text(encoder_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(multimodal, "load_video", lambda source, *_: f"video {source}")
-    monkeypatch.setattr(multimodal, "load_audio", lambda source, *_: f"audio {source}")
+    monkeypatch.setattr(samples, "load_video", lambda source, *_: f"video {source}")
+    monkeypatch.setattr(samples, "load_audio", lambda source, *_: f"audio {source}")
     tracks = {"a": "track a", "b": "track b", "silent": None}
-    monkeypatch.setattr(multimodal, "load_audio_track", lambda source, *_: tracks[source])
+    monkeypatch.setattr(samples, "load_audio_track", lambda source, *_: tracks[source])
     encoder = encoder_of()
     encoder.use_audio_in_video = True
     encoder.processor.video_processor = object()
@@ -484,25 +484,25 @@ def test_cost_of_images_without_a_grid(model, inputs):
 
 def test_features_are_joined_in_shared_memory_by_processes_of_the_loader(monkeypatch):
     parts = [torch.rand(2, 3, 4), torch.rand(5, 2, 4), torch.rand(0, 3, 4)]
-    expected = multimodal_collation._joined(parts)
+    expected = collation._joined(parts)
     assert expected.shape == (7, 3, 4)
     assert torch.equal(expected[2:, :2], parts[1])
-    monkeypatch.setattr(multimodal_collation, "get_worker_info", object)
-    joined = multimodal_collation._joined(parts)
+    monkeypatch.setattr(collation, "get_worker_info", object)
+    joined = collation._joined(parts)
     assert joined.is_shared()
     assert torch.equal(joined, expected)
-    assert torch.equal(multimodal_collation._joined([parts[2]]), parts[2])
+    assert torch.equal(collation._joined([parts[2]]), parts[2])
 
 
 @pytest.mark.parametrize("in_worker", [False, True])
 def test_floating_point_features_are_joined_in_a_dtype(monkeypatch, in_worker):
-    monkeypatch.setattr(multimodal_collation, "get_worker_info", lambda: object() if in_worker else None)
+    monkeypatch.setattr(collation, "get_worker_info", lambda: object() if in_worker else None)
     parts = [torch.rand(2, 3), torch.rand(5, 3)]
     for given in (parts, parts[:1]):
-        joined = multimodal_collation._joined(given, torch.bfloat16)
+        joined = collation._joined(given, torch.bfloat16)
         assert joined.is_shared() == in_worker
         assert torch.equal(joined, torch.cat(given).bfloat16())
-        numbers = multimodal_collation._joined([torch.arange(3)] * len(given), torch.bfloat16)
+        numbers = collation._joined([torch.arange(3)] * len(given), torch.bfloat16)
         assert numbers.dtype == torch.int64
 
 
@@ -528,7 +528,7 @@ class GivenFeatures:
 
 def collate(encoder, count):
     sample = {"input_ids": torch.arange(2 * count), "labels": torch.arange(2 * count), "padding": 0}
-    collator = multimodal_collation.MultimodalCollator(encoder, packing=True)
+    collator = collation.MultimodalCollator(encoder, packing=True)
     return collator([sample | {"lengths": [2] * count, "extras": [b""] * count}])
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from opslot.data.media import Limits, Video, load_video
-from opslot.data.processor_call import call_processor, source_has
+from opslot.data.multimodal.media import Limits, Video, load_video
+from opslot.data.multimodal.processor_call import call_processor, source_has
 
 
 class Omni(transformers.Qwen2_5OmniProcessor):

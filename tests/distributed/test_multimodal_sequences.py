@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import opslot
-from opslot.data.rope_positions import RopePositions
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.distributed import init_parallel_state, shard_sequence
 from opslot.verify.media import media_samples, pack, with_common_divisor
 from opslot.verify.random_model import random_model, train_step, worst_difference

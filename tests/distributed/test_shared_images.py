@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import opslot
-from opslot.data.rope_positions import RopePositions
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.distributed import init_parallel_state, shard_sequence
 from opslot.models._multimodal import sequence as multimodal_sequence
 from opslot.models._multimodal.images import visual_inputs

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 import opslot
-from opslot.data.rope_positions import RopePositions
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._multimodal.modalities import (
     computes_features_inside,
     decoder_of,

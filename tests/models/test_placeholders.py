@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opslot.data.rope_positions import RopePositions
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._multimodal.placeholders import PlaceholderCheck
 from opslot.verify.media import media_samples
 from opslot.verify.random_model import random_model

@@ -11,7 +11,7 @@ import transformers
 import yaml
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from opslot.data.rope_positions import RopePositions
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models import build_foundation_model, trained_config
 from opslot.models._multimodal.parts import parts_of
 from opslot.trainer import load_config

@@ -92,7 +92,7 @@ def test_loss_equals_that_of_transformers_processor_and_thinker(omni_settings, t
     trainer = trainer_of(omni_settings, tmp_path, "--train.micro_batch_size=1")
     messages = talk("0.wav", "1.wav", answer="A a")
     processor = trainer.encoder.processor
-    from opslot.data.audio import load_audio
+    from opslot.data.multimodal.audio import load_audio
 
     audio = [load_audio(part["audio"], tmp_path / "samples", 16_000) for part in messages[0]["content"][:2]]
     texts = [
@@ -117,7 +117,7 @@ def test_loss_equals_that_of_transformers_processor_and_thinker(omni_settings, t
 
 
 def test_features_of_audio_are_those_of_the_processor_without_padding(omni_settings, tmp_path):
-    from opslot.data.audio import load_audio
+    from opslot.data.multimodal.audio import load_audio
 
     trainer = trainer_of(omni_settings, tmp_path)
     audio = load_audio("0.wav", tmp_path / "samples", 16_000)
@@ -273,7 +273,7 @@ def test_demo_configuration_is_valid(tmp_path):
     from pathlib import Path
 
     from demos.command import path_arguments
-    from opslot.data.audio import load_audio
+    from opslot.data.multimodal.audio import load_audio
     from opslot.trainer.validate import validate
 
     held_out = demo.DEMO.write_inputs(tmp_path, 20)

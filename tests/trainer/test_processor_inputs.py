@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
-from opslot.data.audio import load_audio
 from opslot.data.collation import IGNORE_INDEX
-from opslot.data.media import Limits, load_image
-from opslot.data.multimodal import MultimodalEncoder
+from opslot.data.multimodal.audio import load_audio
+from opslot.data.multimodal.media import Limits, load_image
+from opslot.data.multimodal.rope_positions import RopePositions
+from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.data.records import split_into_shards
-from opslot.data.rope_positions import RopePositions
 from opslot.models import trained_config
 from opslot.trainer.processors import load_processor, multimodal_class
 from tests.processors import write_checkpoint

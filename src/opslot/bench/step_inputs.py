@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.errors import ConfigError
-from opslot.data.rope_positions import RopePositions
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._build import auto_class_name
 from opslot.verify.media import marks, pack, token_id
 from opslot.verify.random_model import text_ids

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from opslot.data.content_forms import ContentForms
-from opslot.data.processor_call import special_tokens_option
-from opslot.data.token_templates import renders_tokens
+from opslot.data.multimodal.processor_call import special_tokens_option
+from opslot.data.multimodal.token_templates import renders_tokens
 
 if TYPE_CHECKING:
     import torch

@@ -17,14 +17,14 @@ from opslot.data.corpus import TokenCorpus, open_corpus
 from opslot.data.encoder import Encoder, TextEncoder
 from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names
 from opslot.data.loader import SampleLoader, TokenLoader
-from opslot.data.media import Limits
 from opslot.data.mixture import MixedDataset
-from opslot.data.multimodal import MultimodalEncoder
-from opslot.data.multimodal_collation import MultimodalCollator
+from opslot.data.multimodal.collation import MultimodalCollator
+from opslot.data.multimodal.media import Limits
+from opslot.data.multimodal.rope_positions import RopePositions
+from opslot.data.multimodal.samples import MultimodalEncoder
+from opslot.data.multimodal.token_templates import TokenTemplateEncoder, renders_tokens
 from opslot.data.packing import Documents, PackedDataset
-from opslot.data.rope_positions import RopePositions
 from opslot.data.split import split_documents
-from opslot.data.token_templates import TokenTemplateEncoder, renders_tokens
 from opslot.data.tokenizer import load_tokenizer
 from opslot.models import trained_config
 from opslot.models._build import config_error

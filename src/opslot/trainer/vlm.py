@@ -6,9 +6,9 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
-from opslot.data.encoder_cost import linear_patch_cost
 from opslot.data.loader import TokenLoader
-from opslot.data.multimodal import MultimodalEncoder
+from opslot.data.multimodal.encoder_cost import linear_patch_cost
+from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.models._multimodal.modalities import decoder_of, inlined_inputs
 from opslot.models._sequence.packing import packing_problem
 from opslot.trainer.processors import multimodal_class

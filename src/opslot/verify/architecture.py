@@ -27,7 +27,7 @@ from torch import Tensor
 
 from opslot._base.errors import ConfigError, OpslotError
 from opslot.checkpoint import save_weights
-from opslot.data.rope_positions import RopePositions
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models import apply, build_foundation_model
 from opslot.models._multimodal.modalities import decoder_of
 from opslot.models._multimodal.parts import parts_of

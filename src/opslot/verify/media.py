@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.errors import ConfigError, error_text
-from opslot.data.rope_positions import RopePositions
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._multimodal.audio import AudioInputs
 from opslot.models._multimodal.images import Size, visual_inputs
 from opslot.models._multimodal.modalities import computes_features_inside, feature_module

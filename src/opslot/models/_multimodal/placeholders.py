@@ -20,7 +20,7 @@ from opslot.models._multimodal.host_inputs import keep_inputs_on_host
 from opslot.models._multimodal.modalities import feature_module
 
 if TYPE_CHECKING:
-    from opslot.data.rope_positions import RopePositions
+    from opslot.data.multimodal.rope_positions import RopePositions
 
 
 class _ReachedLanguageModelError(Exception):

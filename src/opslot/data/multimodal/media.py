@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from opslot.data.seeking import selected_frames
+from opslot.data.multimodal.seeking import selected_frames
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from opslot._base.errors import DataError
 from opslot.data.collation import collate, collate_padded
-from opslot.data.multimodal import PER_TOKEN, MultimodalEncoder
+from opslot.data.multimodal.samples import PER_TOKEN, MultimodalEncoder
 
 
 class MultimodalCollator:

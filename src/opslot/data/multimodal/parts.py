@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opslot.data.media import KINDS, MediaError
+from opslot.data.multimodal.media import KINDS, MediaError
 
 # Columns that hold the media of all messages in their order, as LLaMA-Factory, ms-swift and TRL read them.
 COLUMNS = ("images", "image", "videos", "video", "audios", "audio")

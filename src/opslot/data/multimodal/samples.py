@@ -20,13 +20,13 @@ import torch
 
 from opslot._base.errors import ConfigError, DataError
 from opslot._base.source import forward_source, source_of
-from opslot.data.audio import load_audio, load_audio_track
 from opslot.data.chat import ChatEncoder, Rendered
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
-from opslot.data.encoder_cost import encoder_cost
-from opslot.data.expanded_text import moved_spans
-from opslot.data.media import (
+from opslot.data.multimodal.audio import load_audio, load_audio_track
+from opslot.data.multimodal.encoder_cost import encoder_cost
+from opslot.data.multimodal.expanded_text import moved_spans
+from opslot.data.multimodal.media import (
     KINDS,
     Limits,
     MediaError,
@@ -35,8 +35,8 @@ from opslot.data.media import (
     load_video,
     to_bytes,
 )
-from opslot.data.media_parts import COLUMNS, has_unused_tag, media_of, separate_media
-from opslot.data.processor_call import (
+from opslot.data.multimodal.parts import COLUMNS, has_unused_tag, media_of, separate_media
+from opslot.data.multimodal.processor_call import (
     RecordingTokenizer,
     audio_without_tokens,
     call_processor,
@@ -45,8 +45,8 @@ from opslot.data.processor_call import (
     special_tokens_option,
     videos_as_images,
 )
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.data.records import Location
-from opslot.data.rope_positions import RopePositions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin

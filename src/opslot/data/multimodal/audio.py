@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from opslot.data.media import (
+from opslot.data.multimodal.media import (
     MediaError,
     av_package,
     describe,
@@ -20,7 +20,7 @@ from opslot.data.media import (
     torchcodec_decoders,
     value_of,
 )
-from opslot.data.resampling import resampled
+from opslot.data.multimodal.resampling import resampled
 
 # How far floats of audio may be beyond 1, as after a filter.
 _LOUDEST = 4.0

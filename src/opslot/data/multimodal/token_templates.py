@@ -20,7 +20,7 @@ from opslot._base.errors import ConfigError
 from opslot.data.chat import Message, Rendered
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
-from opslot.data.multimodal import REJECTED, MultimodalEncoder
+from opslot.data.multimodal.samples import REJECTED, MultimodalEncoder
 
 
 def renders_tokens(tokenizer: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from opslot._base.source import source_of
-from opslot.data.media import Video
+from opslot.data.multimodal.media import Video
 
 
 def call_processor(
