@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -279,6 +280,31 @@ def test_forms_of_chat_data_are_equal(chat_tokenizer, tmp_path):
     assert all(np.array_equal(tokens, found[0]) for tokens in found)
 
 
+def test_instructions_equal_messages(chat_tokenizer, tmp_path):
+    record = {"instruction": "add", "input": "2 and 2", "output": "4", "history": [["hi", "hello"]], "system": "brief"}
+    talk = [("system", "brief"), ("user", "hi"), ("assistant", "hello"), ("user", "add\n2 and 2"), ("assistant", "4")]
+    messages = {"messages": [{"role": role, "content": text} for role, text in talk]}
+    encoder = encoder_of(chat_tokenizer, CHATML)
+    (found,), (expected,) = (encode(encoder, tmp_path, [each])[0] for each in (record, messages))
+    assert np.array_equal(found, expected)
+    (alone,), _ = encode(encoder, tmp_path, [{"instruction": "hi", "input": "", "output": "hello"}])
+    assert trained_parts(chat_tokenizer, alone) == ["hello<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output": " "}, "output: the assistant's turn is empty"),
+        ({"input": 3}, "input must be a string, found a int"),
+        ({"history": [["a"]]}, "history must be a list of [question, answer], found a list"),
+    ],
+)
+def test_bad_instructions(chat_tokenizer, tmp_path, change, message):
+    record = {"instruction": "add", "output": "4"}
+    with pytest.raises(DataError, match=re.escape(message)):
+        encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{**record, **change}])
+
+
 @pytest.mark.parametrize("completion", [5, [{"role": "assistant", "content": "x"}]])
 def test_text_beside_messages_raises(chat_tokenizer, tmp_path, completion):
     records = [{"prompt": "hi", "completion": "x"}, {"prompt": "hi", "completion": completion}]
@@ -394,7 +420,7 @@ def test_samples_without_a_trained_token_are_counted(chat_tokenizer, tmp_path):
 
 def test_unknown_columns_are_named(chat_tokenizer, tmp_path):
     with pytest.raises(
-        DataError, match="it has question, answer, and task sft needs messages, conversations, or prompt"
+        DataError, match="it has question, answer, and task sft needs messages, conversations, prompt and"
     ):
         encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{"question": "x", "answer": "y"}])
 

@@ -39,10 +39,10 @@ from opslot.data.records import FileColumns, Location, columns_in, lone_surrogat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMS = (("messages",), ("conversations",), ("prompt", "completion"))
-_KNOWN = "messages, conversations, or prompt and completion"
+_FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+_KNOWN = "messages, conversations, prompt and completion, or instruction and output"
 # Read where a file has them.
-_OPTIONAL = ("system", "tools")
+_OPTIONAL = ("system", "tools", "input", "history")
 # Roles of ShareGPT.
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -50,6 +50,7 @@ _ROLES = {
     "system": "system",
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
 }
+_TURNS = ("user", "assistant")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Message = dict[str, Any]
@@ -123,7 +124,7 @@ class ChatEncoder(SampleEncoder):
         if form is None:
             has = ", ".join(found.names) or "no columns (a text file?)"
             problems.append(f"{file}: no chat data; it has {has}, and task sft needs {_KNOWN}")
-        elif self.plain and (len(form) == 1 or _holds_messages(found)):
+        elif self.plain and (form[0] != "prompt" or _holds_messages(found)):
             problems.append(
                 f"{file}: {form[0]} needs a chat template, and the tokenizer has none (or data.chat_template is none); "
                 "set data.chat_template to a file with one"
@@ -142,17 +143,26 @@ class ChatEncoder(SampleEncoder):
         }
 
     def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
+        return self._render_record(*self._checked(where, record))
+
+    def _checked(self, where: Location, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+        """The record, with an instruction as messages, and the first column of its conversation."""
         columns = self.columns[where.file]
         form = next(form for form in _FORMS if form[0] == columns[0])
         missing = [name for name in form if record.get(name) is None]
         if missing:
             has = ", ".join(name for name, value in record.items() if value is not None) or "nothing"
             raise SampleError(f"no {' and no '.join(missing)}, which the file's first record has; it has {has}")
+        if form[0] == "instruction":
+            return {**record, "messages": _instruction(record)}, "messages"
+        return record, form[0]
+
+    def _render_record(self, record: Mapping[str, Any], form: str) -> list[Rendered]:
         tools = _parsed(record["tools"], "tools") if record.get("tools") else None
-        if form[0] == "prompt":
+        if form == "prompt":
             samples = self._completion(record["prompt"], record["completion"], tools)
         else:
-            messages = _messages(record[form[0]], form[0])
+            messages = _messages(record[form], form)
             if isinstance(record.get("system"), str) and record["system"] and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": record["system"]})
             samples = self._conversation(messages, tools, 0)
@@ -332,6 +342,25 @@ class ChatEncoder(SampleEncoder):
             return True
         counts["without a trained token"] += 1
         return False
+
+
+def _instruction(record: Mapping[str, Any]) -> list[Message]:
+    """The messages of Alpaca's columns: a question is the instruction and, on a new line, its input.
+
+    Raises:
+        SampleError: a column with another type.
+    """
+    history = record.get("history") or []
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
+        raise SampleError(f"history must be a list of [question, answer], found {_shown(history)}")
+    turns = [(role, f"history[{i}]", text) for i, pair in enumerate(history) for role, text in zip(_TURNS, pair)]
+    instruction, given = record["instruction"], record.get("input") or ""
+    for name, text in (("instruction", instruction), ("input", given)):
+        if not isinstance(text, str):
+            raise SampleError(f"{name} must be a string, found {_shown(text)}")
+    question = "\n".join(part for part in (instruction, given) if part)
+    turns += [("user", "instruction", question), ("assistant", "output", record["output"])]
+    return [_message({"role": role, "content": text}, name) for role, name, text in turns]
 
 
 def _messages(value: Any, column: str) -> list[Message]:

@@ -139,11 +139,12 @@ class MultimodalEncoder(ChatEncoder):
         }
 
     def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
+        record, form = self._checked(where, record)
         try:
-            record, media = separate_media(record, self.columns[where.file][0])
+            record, media = separate_media(record, form)
         except MediaError as error:
             raise SampleError(str(error)) from error
-        rendered = super().samples(where, record)
+        rendered = self._render_record(record, form)
         tagged = any(has_unused_tag(sample.messages) for sample in rendered)
         # A record counts once.
         return [(*self._document(where, each, media), tagged and each is rendered[0]) for each in rendered]
