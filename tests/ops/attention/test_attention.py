@@ -9,6 +9,7 @@ from torch import nn
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import CPU, DeviceFacts
 from opslot._base.errors import ConfigError, KernelError
+from opslot._base.tensor_cache import TensorCache
 from opslot.ops import attention
 from opslot.ops.attention import op
 from opslot.ops.attention.reference import visible
@@ -442,20 +443,17 @@ def test_flex_block_mask_is_made_once_a_step(monkeypatch):
     create = flex.create_block_mask
     monkeypatch.setattr(flex, "create_block_mask", lambda *args, **kwargs: made.append(args) or create(*args, **kwargs))
     q, k = torch.zeros(1, 2, 10, 16), torch.zeros(1, 2, 10, 16)
-    masks = flex._Masks()
+    monkeypatch.setattr(flex, "_masks", TensorCache(8))
     cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)
     packed = {"cu_seq_lens_q": cu_seqlens}
-    first = masks.of(q, k, True, packed)
-    assert masks.of(q, k, True, packed) is first
-    assert masks.of(q, k, True, {}) is masks.of(q, k, True, {})
+    first = flex._shared_mask(q, k, True, packed)
+    assert flex._shared_mask(q, k, True, packed) is first
+    assert flex._shared_mask(q, k, True, {}) is flex._shared_mask(q, k, True, {})
     assert len(made) == 2
-    assert masks.of(q, k, True, {**packed, "sliding_window": 3}) is not first
+    assert flex._shared_mask(q, k, True, {**packed, "sliding_window": 3}) is not first
     # Changed in place, and another tensor with equal values.
     cu_seqlens[1] = 5
-    changed = masks.of(q, k, True, packed)
+    changed = flex._shared_mask(q, k, True, packed)
     assert changed is not first
-    assert masks.of(q, k, True, {"cu_seq_lens_q": cu_seqlens.clone()}) is not changed
+    assert flex._shared_mask(q, k, True, {"cu_seq_lens_q": cu_seqlens.clone()}) is not changed
     assert len(made) == 5
-    for length in range(11, 11 + 2 * masks.most):
-        masks.of(torch.zeros(1, 2, length, 16), torch.zeros(1, 2, length, 16), True, {})
-    assert len(masks._known) == masks.most

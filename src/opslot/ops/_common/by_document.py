@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
+from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.documents import cu_seqlens_in
 from opslot.ops._common.ranks import gather_tokens, ranks_of_shards
 from opslot.slots.protocol import takes_earlier_tokens, why_by_document
@@ -136,19 +136,13 @@ def _tokens(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
     return states.shape[0], states.shape[1]
 
 
-# The documents last read from a device, since a model passes the same boundaries to every layer.
-_read: list[tuple[weakref.ref[Tensor], int, list[int]]] = []
+# Reading from a device waits for it.
+_read: TensorCache[list[int]] = TensorCache(1)
 
 
 def _boundaries(cu_seqlens: Tensor) -> list[int]:
     known = host_values(cu_seqlens)
-    if known.device.type == "cpu":
-        return known.tolist()
-    for tensor, version, values in _read:
-        if tensor() is known and version == known._version:
-            return values
-    _read[:] = [(weakref.ref(known), known._version, known.tolist())]
-    return _read[0][2]
+    return known.tolist() if known.device.type == "cpu" else _read.get(known, known.tolist)
 
 
 def _documents(cu_seqlens: Tensor | None, batch: int, length: int) -> Iterator[Document]:

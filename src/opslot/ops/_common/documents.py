@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from opslot._base.host_values import host_values
 from opslot._base.source import takes_text_axis
+from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import reject
 from opslot.slots import walk_slots
 from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences
@@ -22,10 +22,7 @@ T = TypeVar("T")
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 _INSTEAD = "it must start with 0, not decrease, and end with the number of tokens; padding is also a document"
-# The cu_seqlens last checked on a device, since a model passes the same to every layer: (tensor, version, rows, length,
-# longest).
-_checked: list[tuple[weakref.ref[Tensor], int, int, int, int | None]] = []
-_REMEMBERED = 8
+_checked: TensorCache[None] = TensorCache(8)
 
 
 def check_cu_seqlens(
@@ -233,9 +230,16 @@ def _shown(boundaries: list[int]) -> str:
 def _assert_on_device(
     kernel: str, argument: str, cu_seqlens: Tensor, rows: int, length: int, longest: int | None
 ) -> None:
-    for tensor, *about in _checked:
-        if tensor() is cu_seqlens and about == [cu_seqlens._version, rows, length, longest]:
-            return
+    found = f"does not cover {rows} rows of {length} tokens with documents of at most {longest or length}"
+
+    def check() -> None:
+        covered = _covers(cu_seqlens, rows, length, longest)
+        torch._assert_async(covered, f"{kernel}: {argument} {found}; {_INSTEAD}")
+
+    _checked.get(cu_seqlens, check, rows, length, longest)
+
+
+def _covers(cu_seqlens: Tensor, rows: int, length: int, longest: int | None) -> Tensor:
     lengths = cu_seqlens.diff()
     right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == rows * length) & (lengths >= 0).all()
     if rows > 1:
@@ -243,7 +247,4 @@ def _assert_on_device(
         right &= torch.isin(ends, cu_seqlens).all()
     if longest is not None:
         right &= (lengths <= longest).all()
-    found = f"does not cover {rows} rows of {length} tokens with documents of at most {longest or length}"
-    torch._assert_async(right, f"{kernel}: {argument} {found}; {_INSTEAD}")
-    _checked.append((weakref.ref(cu_seqlens), cu_seqlens._version, rows, length, longest))
-    del _checked[:-_REMEMBERED]
+    return right

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import AttentionInterface
 
+from opslot._base.tensor_cache import TensorCache
 from opslot.distributed import gather_outputs, get_parallel_state
 
-# What was gathered without gradient, since a model passes the same cosine and sine to every layer.
-_gathered: list[tuple[weakref.ref[Tensor], int, ProcessGroup, Tensor]] = []
-_REMEMBERED = 4
+# Cosine and sine.
+_gathered: TensorCache[Tensor] = TensorCache(4)
 
 
 def ranks_of_shards(module: Any) -> ProcessGroup | None:
@@ -26,10 +25,4 @@ def gather_tokens(x: Tensor, ranks: ProcessGroup) -> Tensor:
     """[B, S, ...] of all ranks' shards [B, S / ranks, ...]; with gradient."""
     if x.requires_grad:
         return gather_outputs(x, 1, ranks)
-    for tensor, version, group, whole in _gathered:
-        if tensor() is x and (version, group) == (x._version, ranks):
-            return whole
-    whole = gather_outputs(x, 1, ranks)
-    _gathered.append((weakref.ref(x), x._version, ranks, whole))
-    del _gathered[:-_REMEMBERED]
-    return whole
+    return _gathered.get(x, lambda: gather_outputs(x, 1, ranks), ranks)

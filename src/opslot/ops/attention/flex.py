@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.masking_utils import flex_attention_mask
 
 from opslot._base.errors import KernelError
+from opslot._base.tensor_cache import TensorCache
 from opslot.ops.attention.reference import causal_of, reject_options, window_of
 
 # Each takes seconds to compile.
@@ -44,7 +44,7 @@ def flex_attention(
             hint="set attention_dropout to 0, or use sdpa or flash_attention_2",
         )
     if attention_mask is None and query.shape[2] > 1:
-        attention_mask = _masks.of(query, key, causal_of(module, kwargs), kwargs)
+        attention_mask = _shared_mask(query, key, causal_of(module, kwargs), kwargs)
     if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
         # Transformers' adapter adds masks that are no block masks to the scores.
         hidden = torch.zeros(attention_mask.shape, dtype=query.dtype, device=query.device)
@@ -102,34 +102,12 @@ def _block_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]
     return create_block_mask(visible, None if cu_seqlens is None else batch, None, length, keys, device=query.device)
 
 
-class _Masks:
-    """The latest block masks, so that the layers of a step share them."""
-
-    # Of full and sliding attention, of several sub-models.
-    most = 8
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[weakref.ref[Tensor] | None, BlockMask | None]] = {}
-
-    def of(self, query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> BlockMask | None:
-        """`_block_mask` of the arguments."""
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-        # Inference tensors do not count their changes.
-        if torch.compiler.is_compiling() or (cu_seqlens is not None and cu_seqlens.is_inference()):
-            return _block_mask(query, key, causal, kwargs)
-        version = None if cu_seqlens is None else (id(cu_seqlens), cu_seqlens._version)
-        sizes = query.shape[0], query.shape[2], key.shape[2]
-        form = version, sizes, causal, window_of(key, causal, kwargs), query.device
-        reference, mask = self._known.get(form, (None, None))
-        # An id can be that of another tensor by now.
-        if form in self._known and (cu_seqlens is None or (reference is not None and reference() is cu_seqlens)):
-            return mask
-        mask = _block_mask(query, key, causal, kwargs)
-        self._known.pop(form, None)
-        while len(self._known) >= self.most:
-            del self._known[next(iter(self._known))]
-        self._known[form] = (None if cu_seqlens is None else weakref.ref(cu_seqlens), mask)
-        return mask
+# Of full and sliding attention, of several sub-models.
+_masks: TensorCache[BlockMask | None] = TensorCache(8)
 
 
-_masks = _Masks()
+def _shared_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> BlockMask | None:
+    """`_block_mask`, computed once for the layers of a step."""
+    sizes = query.shape[0], query.shape[2], key.shape[2]
+    form = sizes, causal, window_of(key, causal, kwargs), query.device
+    return _masks.get(kwargs.get("cu_seq_lens_q"), lambda: _block_mask(query, key, causal, kwargs), *form)

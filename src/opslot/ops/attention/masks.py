@@ -7,7 +7,6 @@ Masks that `mask_patterns.py` cannot read are computed by the kernel's own mask 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import masking_utils
 
 from opslot._base.errors import KernelError
+from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import in_autocast_dtype
 from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, Pattern, by_index, pattern_of
 from opslot.slots.protocol import FIRST_PADDING
@@ -107,11 +107,12 @@ class Layout(NamedTuple):
         if cu_seqlens is None:
             cu_seqlens, longest = self.cu_seqlens, self.longest
         if self.chunk is not None and (longest or length) > self.chunk:
+            sizes = batch * length, self.chunk
             if cu_seqlens is None:
                 cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-                cu_seqlens = split_documents(cu_seqlens, batch * length, self.chunk)
+                cu_seqlens = split_documents(cu_seqlens, *sizes)
             else:
-                cu_seqlens = _split_once(cu_seqlens, batch * length, self.chunk)
+                cu_seqlens = _splits.get(cu_seqlens, functools.partial(split_documents, cu_seqlens, *sizes), *sizes)
             longest = self.chunk
         if cu_seqlens is not None:
             found |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
@@ -132,21 +133,7 @@ def split_documents(cu_seqlens: Tensor, tokens: int, chunk: int) -> Tensor:
     return pad(starts, (0, 1), value=tokens).to(cu_seqlens.dtype)
 
 
-# The cu_seqlens that were split last, since a model passes the same to every layer: (tensor, version, chunk, result).
-_splits: list[tuple[weakref.ref[Tensor], int, int, Tensor]] = []
-_REMEMBERED = 4
-
-
-def _split_once(cu_seqlens: Tensor, tokens: int, chunk: int) -> Tensor:
-    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor:
-        return split_documents(cu_seqlens, tokens, chunk)
-    for given, version, size, result in _splits:
-        if given() is cu_seqlens and (version, size) == (cu_seqlens._version, chunk):
-            return result
-    result = split_documents(cu_seqlens, tokens, chunk)
-    _splits.append((weakref.ref(cu_seqlens), cu_seqlens._version, chunk, result))
-    del _splits[:-_REMEMBERED]
-    return result
+_splits: TensorCache[Tensor] = TensorCache(4)
 
 
 def _layout(pattern: Pattern, attention_mask: Tensor | None) -> Layout | str | None:

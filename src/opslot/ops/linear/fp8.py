@@ -7,12 +7,12 @@ dtype. Backward keeps the input in FP8, so a layer saves half of what it saves i
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import autograd_function, custom_op, no_view
 from opslot.ops.linear.arguments import HINT, checked
@@ -99,22 +99,16 @@ _quantized = custom_op(
 )
 
 # Projections of one input (q, k and v; gate and up) follow each other and share what it was rounded to.
-_last: tuple[Any, int, bool, Any] | None = None
+_last: TensorCache[Any] = TensorCache(1)
 
 
 def _quantized_input(x: Tensor, by_column: bool) -> tuple[Tensor, Tensor, Tensor]:
     """An input by row, and by column with `by_column`."""
-    global _last
-    matrix = x.reshape(-1, x.shape[-1]).contiguous()
-    if torch.compiler.is_compiling() or x.is_inference():
-        return _quantized(matrix, False, True, by_column)
-    if _last is not None:
-        of, version, has_columns, result = _last
-        if of() is x and version == x._version and has_columns >= by_column:
-            return result
-    result = _quantized(matrix, False, True, by_column)
-    _last = (weakref.ref(x), x._version, by_column, result)
-    return result
+
+    def quantize() -> Any:
+        return _quantized(x.reshape(-1, x.shape[-1]).contiguous(), False, True, by_column)
+
+    return _last.get(x, quantize, by_column)
 
 
 def _forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
