@@ -71,60 +71,16 @@ _norm_rotary = differentiable_op(
 )
 
 
-def _apply(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_eps: float,
-    k_eps: float,
-    weight_offset: bool,
-    cast_after_weight: bool,
-    unsqueeze_dim: int,
-    *,
-    norm_last: bool = False,
-    partial: bool = False,
-    keep_dtype: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """As `_apply` of `triton.py`; with `norm_last`, RMSNorm comes after the rotation."""
-    if unsqueeze_dim == 2:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    elif unsqueeze_dim != 1:
-        reject(LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
-    check(q, k, cos, sin)
-    width, rotary = q.shape[-1], cos.shape[-1]
-    if rotary != width and (not partial or rotary % 2 or rotary > width):
-        found = f"it has {rotary} channels for heads of {width}"
-        reject(LABEL, "cos", found, "use eager, or the partial variant")
-    if not q_weight.shape == k_weight.shape == q.shape[-1:] or not {q_weight.dtype, k_weight.dtype} <= FLOATS:
-        _explain(q_weight, k_weight, width)
-    q, k = _norm_rotary(
-        q,
-        k,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        float(q_eps),
-        float(k_eps),
-        weight_offset,
-        cast_after_weight or weight_offset,
-        norm_last,
-        keep_dtype,
-    )
-    return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)
-
-
 def _explain(q_weight: Tensor, k_weight: Tensor, width: int) -> NoReturn:
     require_floats(LABEL, q_weight=q_weight, k_weight=k_weight)
     name, weight = ("k_weight", k_weight) if q_weight.shape == (width,) else ("q_weight", q_weight)
     reject(LABEL, name, f"its shape is {tuple(weight.shape)}, not {(width,)}", "use eager")
 
 
-def _variant(**form: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The kernel of a variant; `form` as for `_apply`."""
+def _variant(
+    *, norm_last: bool = False, partial: bool = False, keep_dtype: bool = False
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The kernel of a variant; with `norm_last`, RMSNorm comes after the rotation."""
 
     def norm_and_rotate(
         q: Tensor,
@@ -140,9 +96,21 @@ def _variant(**form: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         unsqueeze_dim: int = 1,
     ) -> tuple[Tensor, Tensor]:
         """For float32, bfloat16 and float16, computed in fp32."""
-        return _apply(
-            q, k, cos, sin, q_weight, k_weight, q_eps, k_eps, weight_offset, cast_after_weight, unsqueeze_dim, **form
-        )
+        if unsqueeze_dim == 2:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        elif unsqueeze_dim != 1:
+            reject(LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
+        check(q, k, cos, sin)
+        width, rotary = q.shape[-1], cos.shape[-1]
+        if rotary != width and (not partial or rotary % 2 or rotary > width):
+            found = f"it has {rotary} channels for heads of {width}"
+            reject(LABEL, "cos", found, "use eager, or the partial variant")
+        if not q_weight.shape == k_weight.shape == q.shape[-1:] or not {q_weight.dtype, k_weight.dtype} <= FLOATS:
+            _explain(q_weight, k_weight, width)
+        cast_last = cast_after_weight or weight_offset
+        options = float(q_eps), float(k_eps), weight_offset, cast_last, norm_last, keep_dtype
+        q, k = _norm_rotary(q, k, q_weight, k_weight, cos, sin, *options)
+        return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)
 
     return norm_and_rotate
 
