@@ -114,6 +114,16 @@ def test_forms_of_an_image_are_equal(encoder_of, tmp_path, form):
     torch.testing.assert_close(*found)
 
 
+def test_instruction_with_an_image(encoder_of, tmp_path):
+    encoder, images = encoder_of(), [png(tmp_path).name]
+    record = {"instruction": "<image>what?", "input": "In a word.", "output": "one", "images": images}
+    question = {"role": "user", "content": "<image>what?\nIn a word."}
+    messages = {"messages": [question, {"role": "assistant", "content": "one"}], "images": images}
+    (found,), (expected,) = (encode(encoder, write(tmp_path, each))[0] for each in (record, messages))
+    assert np.array_equal(found.tokens, expected.tokens)
+    assert encoder.media_tokens[0] in found.tokens["token"]
+
+
 @pytest.mark.parametrize("in_template", [False, True])
 @pytest.mark.parametrize("images", [0, 2])
 def test_special_tokens_are_those_of_the_processor(encoder_of, tmp_path, images, in_template):

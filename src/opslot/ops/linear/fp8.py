@@ -35,14 +35,7 @@ def standard(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         reject(_KERNEL, "input", f"it is on {input.device}, not a GPU or CPU", HINT)
     if not input.numel():
         return nn.functional.linear(input, weight, bias)
-    outputs, width = weight.shape
-    below, right = _padded(outputs) - outputs, _padded(width) - width
-    if not below and not right:
-        return _linear(input, weight, bias)
-    pad = nn.functional.pad
-    x = pad(input, (0, right)) if right else input
-    out = _linear(x, pad(weight, (0, right, 0, below)), None if bias is None else pad(bias, (0, below)))
-    return out[..., :outputs].contiguous()
+    return _linear(input, weight, bias)
 
 
 def _largest(gradient: bool) -> tuple[torch.dtype, float]:
@@ -52,6 +45,12 @@ def _largest(gradient: bool) -> tuple[torch.dtype, float]:
 
 def _padded(size: int) -> int:
     return -(-size // _MULTIPLE) * _MULTIPLE
+
+
+def _with_zeros(x: Tensor, rows: bool = False) -> Tensor:
+    """A contiguous matrix [T, K] with K padded, and T if `rows`."""
+    right, below = _padded(x.shape[1]) - x.shape[1], (_padded(x.shape[0]) - x.shape[0]) * rows
+    return nn.functional.pad(x, (0, right, 0, below)) if right or below else x.contiguous()
 
 
 def _quantize(x: Tensor, gradient: bool, by_row: bool, by_column: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -106,39 +105,41 @@ def _quantized_input(x: Tensor, by_column: bool) -> tuple[Tensor, Tensor, Tensor
     """An input by row, and by column with `by_column`."""
 
     def quantize() -> Any:
-        return _quantized(x.reshape(-1, x.shape[-1]).contiguous(), False, True, by_column)
+        return _quantized(_with_zeros(x.reshape(-1, x.shape[-1])), False, True, by_column)
 
     return _last.get(x, quantize, by_column)
 
 
 def _forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     ctx.has_bias = bias is not None
+    outputs = weight.shape[0]
     x, columns, scale = _quantized_input(input, ctx.needs_input_grad[1])
-    w, _, weight_scale = _quantized(weight.contiguous(), False, True, False)
+    w, _, weight_scale = _quantized(_with_zeros(weight, rows=True), False, True, False)
     # Sums in the tensor cores' own precision are exact enough for outputs, not for gradients.
     out = torch._scaled_mm(
         x, w.t(), scale_a=scale, scale_b=weight_scale, out_dtype=input.dtype, use_fast_accum=input.is_cuda
-    )
+    )[:, :outputs].contiguous()
     if bias is not None:
         out += bias
     ctx.save_for_backward(columns if ctx.needs_input_grad[1] else None, scale, weight)
     with no_view():
-        return out.view(*input.shape[:-1], weight.shape[0])
+        return out.view(*input.shape[:-1], outputs)
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     columns, scale, weight = ctx.saved_tensors
     need_input, need_weight, need_bias = ctx.needs_input_grad
-    rows = dout.reshape(-1, dout.shape[-1]).contiguous()
-    d, d_columns, d_scale = _quantized(rows, True, need_input, need_weight)
+    outputs, width = weight.shape
+    rows = dout.reshape(-1, outputs)
+    d, d_columns, d_scale = _quantized(_with_zeros(rows), True, need_input, need_weight)
     grad_input = grad_weight = None
     if need_input:
-        _, w_columns, weight_scale = _quantized(weight.contiguous(), False, False, True)
-        grad_input = torch._scaled_mm(
-            d, w_columns.t(), scale_a=d_scale, scale_b=weight_scale, out_dtype=dout.dtype
-        ).view(*dout.shape[:-1], weight.shape[1])
+        _, w_columns, weight_scale = _quantized(_with_zeros(weight, rows=True), False, False, True)
+        grad_input = torch._scaled_mm(d, w_columns.t(), scale_a=d_scale, scale_b=weight_scale, out_dtype=dout.dtype)
+        grad_input = grad_input[:, :width].contiguous().view(*dout.shape[:-1], width)
     if need_weight:
         grad_weight = torch._scaled_mm(d_columns, columns.t(), scale_a=d_scale, scale_b=scale, out_dtype=dout.dtype)
+        grad_weight = grad_weight[:outputs, :width].contiguous()
     return grad_input, grad_weight, rows.sum(0) if need_bias and ctx.has_bias else None
 
 
