@@ -105,6 +105,7 @@ def test_color_marks_opslot_not_the_fastest():
 
 def test_outlier_bar_is_broken():
     assert axis_limit([0.18, 0.2, 0.3, 2.7]) == pytest.approx(0.375)
+    assert axis_limit([139.0, 1.4, 125.0, 2.0]) == 2.5
     assert axis_limit([1.0, 2.0, 3.0]) == 3.0
     assert axis_limit([1.0, 9.0]) == 9.0
     assert axis_limit([]) == 1.0

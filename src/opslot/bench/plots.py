@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,12 @@ def _draw_steps(axis: Any, name: str, steps: Sequence[StepRow]) -> None:
 
 
 def axis_limit(values: Sequence[float]) -> float:
-    """Where bars end: at the longest, unless it is so long that the others would look alike."""
-    ranked = sorted(values, reverse=True)
-    if len(ranked) < 3 or ranked[0] <= 3 * ranked[1]:
-        return ranked[0] if ranked else 1.0
-    return 1.25 * ranked[1]
+    """Where bars end: at the longest, unless some are so long that the others would look alike."""
+    ranked = sorted(values)
+    for shorter, longer in itertools.pairwise(ranked[1:]):
+        if longer > 3 * shorter:
+            return 1.25 * shorter
+    return ranked[-1] if ranked else 1.0
 
 
 def _draw_bars(axis: Any, values: Mapping[str, float], colors: Sequence[str], limit: float) -> None:
