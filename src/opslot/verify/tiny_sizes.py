@@ -77,8 +77,6 @@ SIZES: dict[str, Any] = {
     "max_source_positions": 24,
     "audio_soft_tokens_per_image": 8,
     "insert_layer_id": 1,
-    # One for each channel.
-    "upsample_groups": 32,
     "pooling_kernel_size": 2,
 }
 # Fields that config classes leave at None although their models need a value.
@@ -149,8 +147,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             }
         },
     },
-    # Optional in its config class.
-    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     # A quarter of it rotates, by two axes of positions.
     "neomme": {"head_dim": 16},
     # Codes of images and audio are tokens.
