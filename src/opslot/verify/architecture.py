@@ -163,9 +163,7 @@ def check_architecture(
     except Exception as error:
         hint = "Transformers' own model of this config raises it"
         if isinstance(arch_or_config, str):
-            hint = (
-                "Transformers' own model of the tiny config raises it; give `opslot discover` the folder of another"
-            )
+            hint = "Transformers' own model of the tiny config raises it; give `opslot discover` the folder of another"
         return ArchitectureCheck(name, error=error_text(f"raised {type(error).__name__}: {error}", hint=hint))
     try:
         kernels = apply(model, ops)
