@@ -192,6 +192,21 @@ def test_architecture_without_slots_fails():
     assert "found nothing to bind" in found.error
 
 
+def test_error_of_transformers_has_a_hint(monkeypatch):
+    def fail(config):
+        raise ValueError("sizes do not fit")
+
+    monkeypatch.setattr(architecture, "random_model", fail)
+    tiny, given = (check_architecture(arch, checks=[]).error for arch in ("llama", tiny_config("llama")))
+    assert tiny.startswith("raised ValueError: sizes do not fit\n  hint: Transformers' own model of the tiny config")
+    assert given.endswith("hint: Transformers' own model of this config raises it")
+
+
+def test_model_without_a_language_model_cannot_be_checked():
+    error = check_architecture("vit", checks=[]).error
+    assert error.startswith("Transformers has no language model of model_type 'vit', whose loss could be checked\n")
+
+
 def test_unknown_architecture_raises():
     with pytest.raises(ConfigError, match=r"no architecture 'qwen33'(.*\n)+  hint: did you mean .*'qwen3'"):
         check_architecture("qwen33")
@@ -433,7 +448,7 @@ def test_loss_without_a_gradient_raises_unless_parameters_are_frozen():
     assert not train_step(model, [{}])["grad weight"].any()
 
 
-@pytest.mark.parametrize("arch", ["blt", "esm", "luke", "mobilebert", "roc_bert"])
+@pytest.mark.parametrize("arch", ["blt", "dots3_note_text", "esm", "luke", "mobilebert", "neomme", "roc_bert"])
 def test_tiny_configs_make_tiny_models(arch):
     with torch.device("meta"):
         model = class_of(tiny_config(arch))(tiny_config(arch))

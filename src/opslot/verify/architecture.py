@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from opslot._base.errors import ConfigError, OpslotError
+from opslot._base.errors import ConfigError, OpslotError, error_text
 from opslot.checkpoint import save_weights
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models import apply, build_foundation_model
@@ -158,6 +158,14 @@ def check_architecture(
     try:
         configs = tiny_configs(name) if isinstance(arch_or_config, str) else (arch_or_config,)
         config, model, media, missing = _first_that_runs(configs)
+    except OpslotError as error:
+        return ArchitectureCheck(name, error=str(error))
+    except Exception as error:
+        hint = "Transformers' own model of this config raises it"
+        if isinstance(arch_or_config, str):
+            hint = "Transformers' own model of the tiny config raises it; give `opslot discover` the folder of another"
+        return ArchitectureCheck(name, error=error_text(f"raised {type(error).__name__}: {error}", hint=hint))
+    try:
         kernels = apply(model, ops)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from opslot._base.errors import ConfigError
 from opslot.models._build import auto_class_name
 from opslot.models._own_loss import averages_its_own_labels
 from opslot.models._registry import declared_sub_model
@@ -36,7 +37,14 @@ def class_of(config: PreTrainedConfig) -> Any:
     """
     import transformers
 
-    return getattr(transformers, auto_class_name(config, masked=True))
+    try:
+        name = auto_class_name(config, masked=True)
+    except ConfigError as error:
+        raise ConfigError(
+            f"Transformers has no language model of model_type {config.model_type!r}, whose loss could be checked",
+            hint="opslot.apply binds kernels to models without one; compare their outputs with those before it",
+        ) from error
+    return getattr(transformers, name)
 
 
 def random_model(config: PreTrainedConfig) -> Any:

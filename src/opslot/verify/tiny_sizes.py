@@ -134,6 +134,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_feature_select_strategy": "full",
     },
     "dots1": {"n_shared_experts": 1},
+    # Layers with a sliding window have sizes of their own.
+    "dots3_note_text": {
+        "shared_experts_intermediate_size": 16,
+        "per_layer_config": {
+            2: {
+                **_equal(HEADS, "num_attention_heads num_key_value_heads"),
+                **_equal(8, "q_lora_rank kv_lora_rank v_head_dim"),
+                "head_dim": NOPE + ROPE,
+                "qk_nope_head_dim": NOPE,
+                "qk_rope_head_dim": ROPE,
+            }
+        },
+    },
+    # A quarter of it rotates, by two axes of positions.
+    "neomme": {"head_dim": 16},
     # Codes of images and audio are tokens.
     "apertus1p5": {"image_token_offset": 58, "audio_token_offset": 60},
     **{name: {"codebook_size": 2} for name in ("apertus1p5_vision_tokenizer", "wavtokenizer_encoder")},

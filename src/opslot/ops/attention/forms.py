@@ -285,6 +285,10 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     reader = _reads_masks_too(module)
     if reader:
         return f"gets masks that {reader} reads too"
+    maker = next((name for name in module.classes if "ALL_MASK_ATTENTION_FUNCTIONS" in module.text(name)), None)
+    if maker is not None:
+        # Without a mask its layers with a window attend to all keys, as Transformers' sdpa does (DiffusionGemma).
+        return f"gets masks that {maker} makes by the implementation's name"
     by_mask = any(mask_of(call) for call in calls) and not _has_cu_seqlens_for_mask(module)
     return other_masks(module, needed=variant != "bidirectional", by_mask=by_mask)
 
