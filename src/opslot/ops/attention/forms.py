@@ -282,6 +282,8 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
         return "changes the attention mask"
     if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
         return "does not state whether it is causal"
+    if variant == "causal" and _is_causal_by_mask(module, name):
+        return "is causal by its mask alone: nothing that makes it passes is_causal"
     reader = _reads_masks_too(module)
     if reader:
         return f"gets masks that {reader} reads too"
@@ -291,6 +293,26 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
         return f"gets masks that {maker} makes by the implementation's name"
     by_mask = any(mask_of(call) for call in calls) and not _has_cu_seqlens_for_mask(module)
     return other_masks(module, needed=variant != "bidirectional", by_mask=by_mask)
+
+
+def _is_causal_by_mask(module: ModuleView, name: str) -> bool:
+    """Whether instances state that they are not causal, while their model makes causal masks (PegasusX, NLLB-MoE).
+
+    Kernels get no causal mask and read `is_causal` instead, so that tokens would see later ones.
+    """
+    constructor = module.upstream.find(f"{name}.__init__")
+    if not isinstance(constructor, ast.FunctionDef) or not module.callers("create_causal_mask"):
+        return False
+    names = [argument.arg for argument in constructor.args.args]
+    defaults = dict(zip(reversed(names), reversed(constructor.args.defaults), strict=False))
+    if "is_causal" not in names or not _is_false(defaults.get("is_causal")):
+        return False
+    place = names.index("is_causal") - 1
+    made = [node for node in module.nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == name]
+    given = (
+        len(call.args) > place or any(keyword.arg in ("is_causal", None) for keyword in call.keywords) for call in made
+    )
+    return bool(made) and not any(given)
 
 
 def _reads_masks_too(module: ModuleView) -> str:
