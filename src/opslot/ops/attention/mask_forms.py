@@ -34,11 +34,15 @@ class CuSeqlensForFlash:
 _FIRST = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)\[:, 0(?:, :)?\]")
 _LAST_OR_ALL = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)(?:\[:, -1(?:, :)?\]|\.mean\((?:dim=)?1\))")
 
+# Labels of all positions, of which none can be -100.
+_ONE_HOT_LABELS = re.compile(r"argmax\(labels\.")
+
 
 @dataclass(frozen=True)
 class ReadsPadding:
-    """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens, and
-    question answering, whose loss compares all positions with that of the answer."""
+    """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens,
+    question answering, whose loss compares all positions with that of the answer, and the classification of frames,
+    whose loss is of all positions."""
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:
         for name, forward in module.methods() if module.called_by_methods("create_bidirectional_mask") else ():
@@ -47,6 +51,8 @@ class ReadsPadding:
                 yield ClassFact(name, READS_PADDING, ALL_PADDING)
             elif _FIRST.search(text):
                 yield ClassFact(name, READS_PADDING, FIRST_PADDING)
+            elif _ONE_HOT_LABELS.search(text):
+                yield ClassFact(name, READS_PADDING, ALL_PADDING)
         for name in module.classes:
             if "ForQuestionAnswering" in name:
                 yield ClassFact(name, READS_PADDING, ALL_PADDING)
