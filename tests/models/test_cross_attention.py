@@ -227,8 +227,9 @@ def test_question_answering_reads_padding(arch, kernel, side):
 
 
 @pytest.mark.parametrize("kernel", ["triton", "sdpa"])
-def test_frame_classification_reads_padding(kernel):
-    """Its labels are one-hot, so that its loss is of all frames."""
+@pytest.mark.parametrize("name", ["Wav2Vec2ForAudioFrameClassification", "Wav2Vec2ForCTC"])
+def test_frames_of_padding(name, kernel):
+    """The loss of one-hot labels is of all frames, and an adapter convolves those of padding with others."""
     if kernel == "triton":
         pytest.importorskip("triton")
     torch.manual_seed(0)
@@ -242,14 +243,17 @@ def test_frame_classification_reads_padding(kernel):
         conv_kernel=[10, 4],
         num_conv_pos_embeddings=4,
         num_conv_pos_embedding_groups=2,
-        apply_spec_augment=False,
         attention_dropout=0.0,
+        apply_spec_augment=False,
+        add_adapter=name.endswith("CTC"),
+        num_adapter_layers=1,
     )
-    original = transformers.Wav2Vec2ForAudioFrameClassification(config).eval()
+    original = getattr(transformers, name)(config).eval()
     values, mask = torch.randn(2, 250), torch.ones(2, 250, dtype=torch.long)
     mask[0, 150:] = 0
-    frames = original(values).logits.shape[1]
-    labels = one_hot(torch.randint(0, 2, (2, frames)), 2)
+    labels = torch.tensor([[1, 2], [3, 4]])
+    if not config.add_adapter:
+        labels = one_hot(torch.randint(0, 2, original(values).logits.shape[:2]), 2)
     model = copy.deepcopy(original)
     opslot.apply(model, {"attn_implementation": kernel})
 
