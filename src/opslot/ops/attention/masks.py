@@ -274,7 +274,11 @@ def mask_function(
         if attention_mask is not None and read and (compiling or _needs_padding(pattern, attention_mask)):
             return own(**given) if any_mask else dense_or_raise(given)
         if compiling:
-            return _chunked(given) or own(**given)
+            found = _chunked(given) or own(**given)
+            # A mask of padding does not tell a module that is not causal that this one is.
+            if isinstance(found, Tensor) and not any_mask and mask_function is masking_utils.causal_mask_function:
+                return Layout(causal=True, length=kv_length, padding=found)
+            return found
         if pattern is not None:
             whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
             skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
