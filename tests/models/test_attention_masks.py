@@ -224,15 +224,21 @@ def test_autocast_casts_queries_keys_and_values(kernel):
     torch.testing.assert_close(found, wanted.transpose(1, 2))
 
 
-def test_causal_mask_overrides_a_module_that_is_not_causal():
+@pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("kernel", ["sdpa", "triton"])
+@pytest.mark.parametrize("padded", [slice(11, None), slice(4, 6)], ids=["right", "between"])
+def test_causal_mask_overrides_a_module_that_is_not_causal(padded, kernel, compiles):
     """AIMv2's encoder of text has the attention of images, which passes is_causal=False, and gets causal masks."""
+    if kernel == "triton":
+        pytest.importorskip("triton")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = transformers.Aimv2TextModel(transformers.Aimv2TextConfig(**sizes, num_attention_heads=4)).eval()
     padding = torch.ones_like(IDS)
-    padding[1, 11:] = 0
+    padding[1, padded] = 0
     with torch.no_grad():
         expected = model(IDS, attention_mask=padding).last_hidden_state
-        opslot.apply(model, {"preset": "eager", "attn_implementation": "sdpa"})
+        opslot.apply(model, {"preset": "eager", "attn_implementation": kernel})
+        model = torch.compile(model, backend="eager") if compiles else model
         close(model(IDS, attention_mask=padding).last_hidden_state, expected, padding)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.functional import one_hot
 from transformers import AutoModelForSeq2SeqLM, WhisperConfig, WhisperForConditionalGeneration
 from transformers.masking_utils import flash_attention_mask
 
@@ -222,6 +223,45 @@ def test_question_answering_reads_padding(arch, kernel, side):
 
     model = copy.deepcopy(original)
     opslot.apply(model, {"attn_implementation": kernel})
+    assert not worst_difference(gradients(model), gradients(original))
+
+
+@pytest.mark.parametrize("kernel", ["triton", "sdpa"])
+@pytest.mark.parametrize("name", ["Wav2Vec2ForAudioFrameClassification", "Wav2Vec2ForCTC"])
+def test_frames_of_padding(name, kernel):
+    """The loss of one-hot labels is of all frames, and an adapter convolves those of padding with others."""
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        conv_dim=[8, 8],
+        conv_stride=[5, 4],
+        conv_kernel=[10, 4],
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        attention_dropout=0.0,
+        apply_spec_augment=False,
+        add_adapter=name.endswith("CTC"),
+        num_adapter_layers=1,
+    )
+    original = getattr(transformers, name)(config).eval()
+    values, mask = torch.randn(2, 250), torch.ones(2, 250, dtype=torch.long)
+    mask[0, 150:] = 0
+    labels = torch.tensor([[1, 2], [3, 4]])
+    if not config.add_adapter:
+        labels = one_hot(torch.randint(0, 2, original(values).logits.shape[:2]), 2)
+    model = copy.deepcopy(original)
+    opslot.apply(model, {"attn_implementation": kernel})
+
+    def gradients(model):
+        loss = model(values, attention_mask=mask, labels=labels).loss
+        weight = model.wav2vec2.feature_projection.projection.weight
+        return {"loss": loss.detach(), "weight": torch.autograd.grad(loss, weight)[0]}
+
     assert not worst_difference(gradients(model), gradients(original))
 
 

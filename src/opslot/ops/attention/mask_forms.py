@@ -34,21 +34,32 @@ class CuSeqlensForFlash:
 _FIRST = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)\[:, 0(?:, :)?\]")
 _LAST_OR_ALL = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)(?:\[:, -1(?:, :)?\]|\.mean\((?:dim=)?1\))")
 
+# Convolutions of the hidden states that attention returned, those of tokens next to padding included.
+_CONVOLVES = re.compile(r"Adapter|ResNetBlock")
+
+# Labels of all positions, of which none can be -100.
+_ONE_HOT_LABELS = re.compile(r"argmax\(labels\.")
+
 
 @dataclass(frozen=True)
 class ReadsPadding:
-    """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens, and
-    question answering, whose loss compares all positions with that of the answer."""
+    """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens,
+    question answering, whose loss compares all positions with that of the answer, the classification of frames, whose
+    loss is of all positions, and convolutions of what attention returned."""
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        for name, forward in module.methods() if module.called_by_methods("create_bidirectional_mask") else ():
+        masks_padding = module.called_by_methods("create_bidirectional_mask")
+        for name, forward in module.methods() if masks_padding else ():
             text = module.text(forward)
             if _LAST_OR_ALL.search(text):
                 yield ClassFact(name, READS_PADDING, ALL_PADDING)
             elif _FIRST.search(text):
                 yield ClassFact(name, READS_PADDING, FIRST_PADDING)
+            elif _ONE_HOT_LABELS.search(text):
+                yield ClassFact(name, READS_PADDING, ALL_PADDING)
         for name in module.classes:
-            if "ForQuestionAnswering" in name:
+            convolves = _CONVOLVES.search(name) and "nn.Conv1d(" in module.text(f"{name}.__init__")
+            if "ForQuestionAnswering" in name or (masks_padding and convolves):
                 yield ClassFact(name, READS_PADDING, ALL_PADDING)
 
 

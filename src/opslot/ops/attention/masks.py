@@ -60,6 +60,7 @@ class Layout(NamedTuple):
         keys: without causality, those that are not padding. Cross attention has them alone, whatever the documents.
         unseeing: bool [B, S], with causality, queries before the first key that is not padding, which attend to
             nothing: their output is 0. A loss reads the last of them, which predicts the first token.
+        padding: int or bool [B, S_kv], 0 at padding, which the kernel gets where padding is between tokens.
     """
 
     causal: bool | None = None
@@ -70,6 +71,7 @@ class Layout(NamedTuple):
     length: int = 0
     keys: Keys | None = None
     unseeing: Tensor | None = None
+    padding: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int]:
@@ -83,7 +85,7 @@ class Layout(NamedTuple):
 
     def of_document(self, length: int) -> Layout:
         """The mask of one document of `length` tokens alone."""
-        return self._replace(cu_seqlens=None, longest=None, length=length, keys=None, unseeing=None)
+        return self._replace(cu_seqlens=None, longest=None, length=length, keys=None, unseeing=None, padding=None)
 
     def repeat(self, *sizes: int) -> Tensor:
         """Called by the pooling of Siglip 2, whose `nn.MultiheadAttention` needs a dense mask [B, 1, 1, S_kv]."""
@@ -272,7 +274,11 @@ def mask_function(
         if attention_mask is not None and read and (compiling or _needs_padding(pattern, attention_mask)):
             return own(**given) if any_mask else dense_or_raise(given)
         if compiling:
-            return _chunked(given) or own(**given)
+            found = _chunked(given) or own(**given)
+            # A mask of padding does not tell a module that is not causal that this one is.
+            if isinstance(found, Tensor) and not any_mask and mask_function is masking_utils.causal_mask_function:
+                return Layout(causal=True, length=kv_length, padding=found)
+            return found
         if pattern is not None:
             whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
             skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
@@ -282,6 +288,8 @@ def mask_function(
                     layout = layout._replace(cu_seqlens=None, longest=None)
                 if not isinstance(layout, str):
                     return layout and layout._replace(length=kv_length)
+                if not any_mask and pattern.chunk is None:
+                    return Layout(pattern.causal, window=pattern.window, length=kv_length, padding=own(**given))
             elif pattern == BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
                 # Cross attention.
                 if attention_mask is None or bool(attention_mask.all()):
@@ -369,7 +377,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
             function = (dense or kernel) if attention_mask is not None else kernel
         elif is_layout:
             unseeing = attention_mask.unseeing
-            kwargs, attention_mask = attention_mask.arguments(query, kwargs), None
+            kwargs, attention_mask = attention_mask.arguments(query, kwargs), attention_mask.padding
         elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
             attention_mask, kwargs = _with_documents(attention_mask, query.shape[0], kwargs)
             function = dense or kernel
