@@ -66,6 +66,11 @@ def adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def are_given(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Which of the tensors are not None: constants of a kernel that has arguments which may be missing."""
+    return tuple([x is not None for x in tensors])
+
+
 def copy_or_zero(out: Tensor | None, source: Tensor | None) -> None:
     """Fill `out`, unless it is None, with `source`, or with zeros without one."""
     if out is not None:

@@ -24,6 +24,10 @@ class RowTiling:
     programs: int = 0
     stages: int = 1
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
 
 @functools.cache
 def forward_plan(width: int) -> RowTiling:

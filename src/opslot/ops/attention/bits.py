@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,16 +22,8 @@ def _allocate_intervals(
     return like.new_empty(2, 1 if cu_seqlens is None else batch, queries, dtype=torch.int32)
 
 
-def _run_intervals(
-    out: Tensor,
-    like: Tensor,
-    cu_seqlens: Tensor | None,
-    batch: int,
-    queries: int,
-    keys: int,
-    causal: bool,
-    window: int | None,
-) -> None:
+def _run_intervals(out: Tensor, like: Tensor, *arguments: Any) -> None:
+    cu_seqlens, batch, queries, keys, causal, window = arguments
     if not runs_triton(like):
         out.copy_(eager_intervals(cu_seqlens, batch, queries, keys, causal, window, like.device))
         return

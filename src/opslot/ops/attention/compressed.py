@@ -15,14 +15,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.arguments import adjacent, copy_or_zero, in_autocast_dtype, reject
+from opslot.ops._common.arguments import copy_or_zero, in_autocast_dtype, reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops.attention.compressed_call import LOG2E, Call, pointer
+from opslot.ops.attention.compressed_call import LOG2E, Call, Inputs
 from opslot.ops.attention.compressed_keys import keys_gradient
+from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.kernels.compressed_backward import launch_dq
 from opslot.ops.attention.kernels.compressed_forward import launch_forward
 from opslot.ops.attention.mask_patterns import pattern_of
@@ -33,17 +34,10 @@ _KERNEL = "attn_implementation='triton'"
 WIDEST = 512
 
 
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+@takes_call
+def attention(call: AttentionCall) -> tuple[Tensor, None]:
     """`compressed_reference.reference` without dropout; `attention_mask` may also be a `Layout`."""
+    _, query, key, value, attention_mask, dropout, scaling, kwargs = call
     if isinstance(attention_mask, Layout):
         kwargs, attention_mask = attention_mask.arguments(query, kwargs), None
     _check(query, key, value, attention_mask, dropout, kwargs)
@@ -119,35 +113,17 @@ def _allocate(q: Tensor, kv: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _run(
-    outputs: tuple[Tensor, Tensor],
-    q: Tensor,
-    kv: Tensor,
-    sinks: Tensor | None,
-    selected: Tensor | None,
-    real: Tensor | None,
-    cu_seqlens: Tensor | None,
-    compressed: int,
-    scale: float,
-    window: int | None,
-) -> None:
-    q, kv = map(adjacent, (q, kv))
-    call = Call(q, kv, selected, real, cu_seqlens, compressed, window)
+def _run(outputs: tuple[Tensor, Tensor], *arguments: Any) -> None:
+    inputs = Inputs(*arguments).adjacent()
+    q, kv, sinks, *_, scale, _ = inputs
+    call = Call(inputs)
     if call.empty:
         return
     tile = call.plan.forward
     grid, strides, constants = call.by_token(tile)
     launch_forward(
         grid,
-        (
-            q,
-            kv,
-            None if sinks is None else sinks.contiguous(),
-            call.intervals,
-            pointer(call.selected, call.intervals),
-            pointer(call.real, call.intervals),
-            *outputs,
-        ),
+        (q, kv, None if sinks is None else sinks.contiguous(), *call.seen, *outputs),
         strides,
         (*call.sizes(), scale * LOG2E),
         (sinks is not None, *constants),
@@ -155,27 +131,14 @@ def _run(
     )
 
 
-def _run_backward(
-    gradients: tuple[Tensor | None, ...],
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    sinks: Tensor | None,
-    selected: Tensor | None,
-    real: Tensor | None,
-    cu_seqlens: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    compressed: int,
-    scale: float,
-    window: int | None,
-    *_: bool,
-) -> None:
+def _run_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, *arguments: Any) -> None:
     """Write those of the `gradients` of q, kv and sinks that are not None."""
     dq, dkv, dsinks = gradients
-    q, kv = map(adjacent, (q, kv))
+    tensors, (out, lse), options = arguments[:6], arguments[6:8], arguments[8:-3]
+    inputs = Inputs(*tensors, *options).adjacent()
+    q, kv, sinks, *_, scale, _ = inputs
     dout = dout.contiguous()
-    call = Call(q, kv, selected, real, cu_seqlens, compressed, window)
+    call = Call(inputs)
     if call.empty:
         for gradient in gradients:
             copy_or_zero(gradient, None)
@@ -185,18 +148,7 @@ def _run_backward(
     grid, strides, constants = call.by_token(tile)
     launch_dq(
         grid,
-        (
-            q,
-            kv,
-            call.intervals,
-            pointer(call.selected, call.intervals),
-            pointer(call.real, call.intervals),
-            out,
-            dout,
-            lse,
-            delta,
-            dq,
-        ),
+        (q, kv, *call.seen, out, dout, lse, delta, dq),
         strides,
         (*call.sizes(), scale * LOG2E, scale),
         (dq is not None, *constants),

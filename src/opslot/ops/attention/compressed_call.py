@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
 
 from opslot._base.kernel_launch import cdiv, compute_capability
+from opslot.ops._common.arguments import adjacent
 from opslot.ops._common.specs import H200
 from opslot.ops.attention.kernels.compressed_forward import ALL, COUNTS, INDICES
 from opslot.ops.attention.kernels.intervals import intervals
@@ -40,19 +41,29 @@ def plan(element_bytes: int, capability: tuple[int, int] | None) -> Plan:
     return (H200_PLANS if capability == H200 else PLANS)[element_bytes]
 
 
+class Inputs(NamedTuple):
+    """The arguments of the op; see `compressed.py`."""
+
+    q: Tensor
+    kv: Tensor
+    sinks: Tensor | None
+    selected: Tensor | None
+    real: Tensor | None
+    cu_seqlens: Tensor | None
+    compressed: int
+    scale: float
+    window: int | None
+
+    def adjacent(self) -> Inputs:
+        """With adjacent channels of q and kv."""
+        return self._replace(q=adjacent(self.q), kv=adjacent(self.kv))
+
+
 class Call:
     """What the kernels' launches have in common."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        selected: Tensor | None,
-        real: Tensor | None,
-        cu_seqlens: Tensor | None,
-        compressed: int,
-        window: int | None,
-    ) -> None:
+    def __init__(self, inputs: Inputs) -> None:
+        q, kv, _, selected, real, cu_seqlens, compressed, _, window = inputs
         self.batch, self.queries, self.heads, self.width = q.shape
         self.window_keys, self.compressed = kv.shape[1] - compressed, compressed
         self.empty = 0 in q.shape
@@ -68,6 +79,11 @@ class Call:
         unit = 1 if functools.reduce(lambda a, b: a | b, self.strides) % 8 else 8
         self.widths = (self.width, max(16, triton.next_power_of_2(self.width)), unit)
         self.intervals = intervals(q, kv[:, : self.window_keys, None], cu_seqlens, None, True, window)
+
+    @property
+    def seen(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What kernels over queries read to know the keys that each query sees."""
+        return self.intervals, pointer(self.selected, self.intervals), pointer(self.real, self.intervals)
 
     def rows(self, tile: Tile) -> int:
         return min(tile.rows, max(16, triton.next_power_of_2(self.heads)))

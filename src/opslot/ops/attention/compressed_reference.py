@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.reference import reference as dense_reference
 from opslot.ops.attention.reference import visible
 
 
-def reference(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+@takes_call
+def reference(call: AttentionCall) -> tuple[Tensor, None]:
     """Causal attention within `sliding_window` tokens, and to the last `compressed_keys` keys (0 by default).
 
     `query` is [B, heads, S, D]; `key` [B, 1, W + T, D] are the W keys of tokens and T compressed ones, and `value` is
@@ -28,6 +19,7 @@ def reference(
     none and none twice, or how many of the first ones [B, S]; by default all. `attention_mask` [B, W] hides padding
     among the keys of tokens. `s_aux` and `cu_seq_lens_q` are those of other attention.
     """
+    module, query, key, _, attention_mask, dropout, scaling, kwargs = call
     keys = kwargs.get("compressed_keys", 0)
     near = key[:, :, : key.shape[2] - keys]
     mask = visible(module, query, near, kwargs)

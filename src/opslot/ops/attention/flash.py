@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
+from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.head_sizes import resize_heads
 from opslot.ops.attention.reference import causal_of, document_bounds, reject_options
 from opslot.ops.attention.widths import padded_widths
@@ -25,18 +26,11 @@ def make_flash(version: int) -> Callable[..., Any]:
     library = importlib.import_module(_LIBRARIES[version])
     dense, varlen = library.flash_attn_func, library.flash_attn_varlen_func
 
-    def flash(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    @takes_call
+    def flash(call: AttentionCall) -> tuple[Tensor, None]:
         """`op.reference`, but `attention_mask` is a [B, S] padding mask or None; only version 4 supports sinks."""
-        options = _options(version, module, query, dropout, scaling, kwargs)
+        options = _options(version, call)
+        _, query, key, value, attention_mask, *_, kwargs = call
         sinks = kwargs.get("s_aux")
         q, k, v = _pad_heads(version, *(x.transpose(1, 2) for x in (query, key, value)))
 
@@ -59,14 +53,8 @@ def make_flash(version: int) -> Callable[..., Any]:
     return flash
 
 
-def _options(
-    version: int,
-    module: nn.Module,
-    query: Tensor,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> dict[str, Any]:
+def _options(version: int, call: AttentionCall) -> dict[str, Any]:
+    module, query, *_, dropout, scaling, kwargs = call
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise KernelError(
             f"attn_implementation='flash_attention_{version}' requires float16 or bfloat16",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.integrations.flex_attention import flex_attention_forward
@@ -13,6 +13,7 @@ from transformers.masking_utils import flex_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot._base.tensor_cache import TensorCache
+from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.reference import causal_of, reject_options, window_of
 
 # Each takes seconds to compile.
@@ -22,20 +23,13 @@ _SHAPES = 64
 _DECODING = 128
 
 
-def flex_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+@takes_call
+def flex_attention(call: AttentionCall) -> tuple[Tensor, None]:
     """`op.reference` without dropout and sinks.
 
     `attention_mask` is Transformers' block mask, which includes packed documents; if None, it is created here.
     """
+    module, query, key, value, attention_mask, dropout, scaling, kwargs = call
     # Transformers' adapter applies sinks with a logsumexp rounded to the dtype of the activations.
     reject_options("flex_attention", kwargs, served=("softcap",))
     if dropout:

@@ -19,6 +19,7 @@ from transformers import masking_utils
 from opslot._base.errors import KernelError
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import in_autocast_dtype
+from opslot.ops.attention.contract import AttentionCall
 from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, Pattern, by_index, pattern_of
 from opslot.slots.protocol import FIRST_PADDING
 
@@ -369,7 +370,8 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
                 # Of a compiled model.
                 keys = Keys.of(attention_mask[:, -key.shape[2] :])
             if keys is not None and (not any_mask or (packs_keys is not None and packs_keys(query, value))):
-                return _over_keys(keys, kernel, module, query, key, value, dropout, scaling, kwargs)
+                call = AttentionCall(module, query, key, value, None, dropout, scaling, kwargs)
+                return _over_keys(keys, kernel, call)
             if keys is not None:
                 attention_mask = keys.real[:, None, None].expand(-1, 1, query.shape[2], -1)
             elif is_layout:
@@ -394,18 +396,9 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
     return attend
 
 
-def _over_keys(
-    keys: Keys,
-    kernel: Callable[..., Any],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
+def _over_keys(keys: Keys, kernel: Callable[..., Any], call: AttentionCall) -> tuple[Tensor, None]:
     """Attention of all queries to the keys that are not padding, each row a document."""
+    module, query, key, value, _, dropout, scaling, kwargs = call
     batch, _, length, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     k, v = (x.index_select(0, keys.places) for x in (k, v))

@@ -11,18 +11,11 @@ from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.documents import check_cu_seqlens, longest_document
+from opslot.ops.attention.contract import AttentionCall, takes_call
 
 
-def reference(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+@takes_call
+def reference(call: AttentionCall) -> tuple[Tensor, None]:
     """softmax(scaling * q k^T + mask) v with grouped key/value heads.
 
     Without a mask, causal if `is_causal` or else `module.is_causal` is set (the last query sees every key), and limited
@@ -31,6 +24,7 @@ def reference(
     given: bit i of word w is key 32 w + i; with [B, kv_heads, S, ...], those of each key/value head. The softmax runs
     in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
     """
+    module, query, key, value, attention_mask, dropout, scaling, kwargs = call
     reject_options("eager", kwargs, served=("softcap", "s_aux", "selected_bits"))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

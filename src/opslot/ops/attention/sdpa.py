@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.masking_utils import sdpa_mask
 
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
+from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.head_sizes import resize_heads
 from opslot.ops.attention.reference import causal_of, document_bounds, reject_options, visible, window_of
 
@@ -55,18 +56,10 @@ def _kernel(name: str, backends_on: Callable[[str], list[SDPBackend] | None]) ->
         backends_on: None for those that torch selects.
     """
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        call = _Call(name, backends_on(query.device.type), dropout, scaling)
-        return _attend(call, module, query, key, value, attention_mask, kwargs), None
+    @takes_call
+    def attention(call: AttentionCall) -> tuple[Tensor, None]:
+        sdpa_call = _Call(name, backends_on(call.query.device.type), call.dropout, call.scaling)
+        return _attend(sdpa_call, call), None
 
     attention.mask_function = sdpa_mask  # type: ignore[attr-defined]
     attention.packs_keys = _packs_keys  # type: ignore[attr-defined]
@@ -80,22 +73,15 @@ sdpa = _kernel("sdpa", lambda device: _FUSED.get(device))
 cudnn = _kernel("cudnn", lambda device: [SDPBackend.CUDNN_ATTENTION])
 
 
-def _attend(
-    call: _Call,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    kwargs: dict[str, Any],
-) -> Tensor:
+def _attend(call: _Call, given: AttentionCall) -> Tensor:
+    module, query, key, value, attention_mask, *_, kwargs = given
     reject_options(call.name, kwargs)
     causal = causal_of(module, kwargs)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None or attention_mask is None:
         window = window_of(key, causal, kwargs)
         if query.is_cuda and query.dtype in _HALF and (cu_seqlens is not None or window is not None):
-            return _varlen(call, query, key, value, causal, window, kwargs)
+            return _varlen(call, given, causal, window)
         if cu_seqlens is not None and window is None and not torch.compiler.is_compiling():
             return _documents_loop(call, query, key, value, cu_seqlens, causal)
         # torch's `is_causal` aligns the mask to the top left.
@@ -165,16 +151,9 @@ def _reasons(run: Callable[[], Tensor]) -> str:
     return " ".join(dict.fromkeys(s for s in reasons if not s.endswith("because:"))) or "torch gives no reason"
 
 
-def _varlen(
-    call: _Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    window: int | None,
-    kwargs: dict[str, Any],
-) -> Tensor:
+def _varlen(call: _Call, given: AttentionCall, causal: bool, window: int | None) -> Tensor:
     """All documents (without `cu_seq_lens_q`: all rows) in one launch of torch's variable-length flash kernel."""
+    _, query, key, value, *_, kwargs = given
     width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     if width > _WIDEST:
         raise KernelError(
@@ -184,17 +163,12 @@ def _varlen(
         )
     scaling = query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
     batch, _, length, _ = query.shape
-    cu_q, cu_k, longest_q, longest_k = _bounds(call.name, query, key, kwargs)
+    bounds = _bounds(call.name, query, key, kwargs)
     heads = resize_heads([x.transpose(1, 2) for x in (query, key, value)], [width] * 3)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in heads)
     out = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cu_q,
-        cu_k,
-        longest_q,
-        longest_k,
+        *(q, k, v),
+        *bounds,
         call.dropout,
         causal,
         False,

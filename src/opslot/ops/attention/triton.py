@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot._base.kernel_launch import cdiv, compute_capability
-from opslot.ops._common.arguments import adjacent, copy_or_zero, reject
+from opslot.ops._common.arguments import adjacent, are_given, copy_or_zero, reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
+from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
 from opslot.ops.attention.kernels.forward import launch_forward
 from opslot.ops.attention.kernels.intervals import intervals
@@ -43,23 +44,16 @@ def make_attention(
         served: the options that it supports.
     """
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    @takes_call
+    def attention(call: AttentionCall) -> tuple[Tensor, None]:
         """`op.reference` without dropout; `attention_mask` is a [B, S_kv] padding mask or None.
 
         A window without causality is that of FlashAttention: it ends `sliding_window - 1` tokens to either side. With
         `selected_bits`, these alone state which keys a query sees.
         """
-        _check(name, query, key, value, attention_mask, dropout, scaling)
-        _check_options(name, query, key, served, kwargs)
+        _check(name, call)
+        _check_options(name, call, served)
+        module, query, key, value, attention_mask, _, scaling, kwargs = call
         causal = causal_of(module, kwargs)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -113,15 +107,8 @@ def attend(
 attention = make_attention("triton", attend, ("softcap", "s_aux", "selected_bits"))
 
 
-def _check(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-) -> None:
+def _check(name: str, call: AttentionCall) -> None:
+    _, query, key, value, mask, dropout, scaling, _ = call
     kernel = f"attn_implementation={name!r}"
     if dropout:
         raise KernelError(
@@ -149,7 +136,8 @@ def _check(
         reject(kernel, "scaling", f"it is {scaling}", "pass a positive factor")
 
 
-def _check_options(name: str, query: Tensor, key: Tensor, served: tuple[str, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_options(name: str, call: AttentionCall, served: tuple[str, ...]) -> None:
+    query, key, kwargs = call.query, call.key, call.kwargs
     kernel = f"attn_implementation={name!r}"
     reject_options(name, kwargs, served)
     bits = kwargs.get("selected_bits")
@@ -197,6 +185,10 @@ class Tile:
     keys: int
     warps: int
     stages: int
+
+    @property
+    def constants(self) -> tuple[int, int, int]:
+        return self.rows, self.keys, self.stages
 
 
 @dataclass(frozen=True)
@@ -264,20 +256,31 @@ def head_tiles(width: int) -> tuple[int, int]:
     return (padded, 0) if tail == padded // 2 else (padded // 2, tail)
 
 
+class _Given(NamedTuple):
+    """The arguments of the op; see `attend`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    selected_bits: Tensor | None
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float | None
+
+    def adjacent(self) -> _Given:
+        """With adjacent channels of q, k and v."""
+        return self._replace(q=adjacent(self.q), k=adjacent(self.k), v=adjacent(self.v))
+
+
 class _Call:
     """What the kernels' launches have in common."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        selected: bool,
-        *strided: Tensor,
-    ) -> None:
+    def __init__(self, given: _Given, *strided: Tensor) -> None:
+        q, k, v, *_, selected_bits, scale, _, window, softcap = given
         self.batch, self.queries, self.heads, width = q.shape
         self.keys, self.kv_heads, v_width = k.shape[1], k.shape[2], v.shape[-1]
         self.group = self.heads // self.kv_heads
@@ -293,7 +296,7 @@ class _Call:
         self.widths = (width, v_width, columns, tail, v_columns, unit)
         narrow = window is not None and window <= _NARROW
         widest = max(columns + tail, v_columns)
-        self.plan = plan(q.element_size(), widest, narrow, compute_capability(q.device), selected)
+        self.plan = plan(q.element_size(), widest, narrow, compute_capability(q.device), selected_bits is not None)
 
     def blocks(self, size: int) -> tuple[int, int, int]:
         return size * self.batch * self.kv_heads, 1, 1
@@ -337,22 +340,15 @@ class _Visible:
         return (None, transposed, lists_of(found)), (1, self.heads_apart, whole)
 
 
-def _visible(
-    call: _Call,
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    bits: Tensor | None,
-    causal: bool,
-    window: int | None,
-) -> _Visible:
+def _visible(call: _Call, given: _Given) -> _Visible:
+    bits = given.selected_bits
     if bits is not None:
         assert call.group & (call.group - 1) == 0, "a group whose size is not a power of two"
         heads_apart = bits.dim() == 4
         bits = bits.contiguous()
         return _Visible(call, None, bits.flatten(0, 1) if heads_apart else bits, heads_apart)
-    return _Visible(call, intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window), None)
+    boundaries = given.cu_seqlens_q, given.cu_seqlens_k
+    return _Visible(call, intervals(given.q, given.k, *boundaries, given.causal, given.window), None)
 
 
 def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -362,73 +358,38 @@ def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, T
     return q.new_empty(batch, queries, heads, v.shape[-1]), q.new_empty(lse, dtype=torch.float32)
 
 
-def _run(
-    outputs: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    selected_bits: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-) -> None:
-    q, k, v = map(adjacent, (q, k, v))
-    call = _Call(q, k, v, scale, window, softcap, selected_bits is not None)
+def _run(outputs: tuple[Tensor, Tensor], *arguments: Any) -> None:
+    given = _Given(*arguments).adjacent()
+    q, k, v, sinks, *_, softcap = given
+    call = _Call(given)
     if call.empty:
         return
     tile = call.plan.forward
-    visible = _visible(call, q, k, cu_seqlens_q, cu_seqlens_k, selected_bits, causal, window)
+    visible = _visible(call, given)
     seen, constants = visible.of_rows(tile)
     launch_forward(
         call.blocks(cdiv(call.queries * call.group, tile.rows)),
         (q, k, v, None if sinks is None else sinks.contiguous(), *seen, *outputs),
         (*call.strides, *visible.strides),
         (*call.sizes, *call.factors),
-        (
-            call.group,
-            *constants,
-            sinks is not None,
-            softcap is not None,
-            *call.widths,
-            tile.rows,
-            tile.keys,
-            tile.stages,
-        ),
+        (call.group, *constants, sinks is not None, softcap is not None, *call.widths, *tile.constants),
         tile.warps,
     )
 
 
-def _run_backward(
-    gradients: tuple[Tensor | None, ...],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    selected_bits: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    *_: bool,
-) -> None:
+def _run_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, *arguments: Any) -> None:
     """Write those of the `gradients` of q, k, v and sinks that are not None."""
     dq, dk, dv, dsinks = gradients
-    q, k, v, dout = map(adjacent, (q, k, v, dout))
-    call = _Call(q, k, v, scale, window, softcap, selected_bits is not None, dout)
+    tensors, (out, lse), options = arguments[:7], arguments[7:9], arguments[9:-4]
+    given = _Given(*tensors, *options).adjacent()
+    q, k, v, sinks, *_, scale, _, _, softcap = given
+    dout = adjacent(dout)
+    call = _Call(given, dout)
     if call.empty:
         for gradient in gradients:
             copy_or_zero(gradient, None)
         return
-    visible = _visible(call, q, k, cu_seqlens_q, cu_seqlens_k, selected_bits, causal, window)
+    visible = _visible(call, given)
     strides = (*call.strides, *visible.strides)
     scalars = (*call.sizes, *call.factors, scale)
     delta = torch.empty_like(lse)
@@ -439,23 +400,15 @@ def _run_backward(
         (q, k, v, out, dout, *seen, lse, delta, dq),
         strides,
         scalars,
-        (
-            call.group,
-            *constants,
-            dq is not None,
-            softcap is not None,
-            *call.widths,
-            tile.rows,
-            tile.keys,
-            tile.stages,
-        ),
+        (call.group, *constants, dq is not None, softcap is not None, *call.widths, *tile.constants),
         tile.warps,
     )
     tiles = call.plan.dk_dv
     transposed = None if visible.bits is None else transpose_bits(visible.bits, call.keys)
     launches = [(dk, dv)] if len(tiles) == 1 else [(dk, None), (None, dv)]
     for tile, (dk_out, dv_out) in zip(tiles, launches, strict=True):
-        if call.keys == 0 or (dk_out is None and dv_out is None):
+        wanted = are_given(dk_out, dv_out)
+        if call.keys == 0 or not any(wanted):
             continue
         seen, constants = visible.of_keys(tile, transposed)
         launch_dk_dv(
@@ -463,17 +416,7 @@ def _run_backward(
             (q, k, v, dout, *seen, lse, delta, dk_out, dv_out),
             strides,
             scalars,
-            (
-                call.group,
-                *constants,
-                dk_out is not None,
-                dv_out is not None,
-                softcap is not None,
-                *call.widths,
-                tile.rows,
-                tile.keys,
-                tile.stages,
-            ),
+            (call.group, *constants, *wanted, softcap is not None, *call.widths, *tile.constants),
             tile.warps,
         )
     if dsinks is not None:
@@ -495,6 +438,6 @@ _attention = differentiable_op(
     launch=_run,
     launch_backward=_run_backward,
     differentiable=4,
-    kept=("q", "k", "v", "sinks", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "selected_bits"),
+    kept=("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_k", "selected_bits", "out", "lse"),
     returned=1,
 )

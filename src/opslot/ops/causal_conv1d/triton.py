@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.arguments import reject, require_floats
+from opslot.ops._common.arguments import are_given, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.documents import check_cu_seqlens
 from opslot.ops.causal_conv1d.op import in_one_row, in_rows
@@ -248,6 +248,10 @@ class ConvTiling:
     ahead: int
     warps: int
 
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        return self.span, self.ahead, self.columns
+
 
 @functools.cache
 def forward_plan(length: int, channels: int) -> ConvTiling:
@@ -307,16 +311,7 @@ def _forward(
         (x, weight.contiguous(), _dense(bias), _positions(cu_seqlens, length), out),
         (x.stride(0), x.stride(1)),
         (length,),
-        (
-            channels,
-            weight.shape[1],
-            silu,
-            bias is not None,
-            cu_seqlens is not None,
-            plan.span,
-            plan.ahead,
-            plan.columns,
-        ),
+        (channels, weight.shape[1], silu, *are_given(bias, cu_seqlens), *plan.tile),
         plan.warps,
     )
 
@@ -361,17 +356,7 @@ def _backward(
         (dout, x, weight.contiguous(), _dense(bias), _positions(cu_seqlens, length), dx, partial),
         (dout.stride(0), dout.stride(1), x.stride(0), x.stride(1)),
         (length,),
-        (
-            channels,
-            width,
-            silu,
-            bias is not None,
-            cu_seqlens is not None,
-            dweight is not None,
-            plan.span,
-            plan.ahead,
-            plan.columns,
-        ),
+        (channels, width, silu, *are_given(bias, cu_seqlens, dweight), *plan.tile),
         plan.warps,
     )
     if partial is not None and dweight is not None:

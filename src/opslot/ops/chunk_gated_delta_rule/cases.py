@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,17 +50,12 @@ CASES = [
     _case("8192x32x128", (1, 8192, 16, 32, 128, 128), role="bench"),
     _case("16384x32x128 in 16 documents", (1, 16384, 16, 32, 128, 128), documents=[1024] * 16, role="bench"),
 ]
+_channel_case = partial(_case, per_channel=True)
 PER_CHANNEL_CASES = [
-    _case("two rows", (2, 70, 2, 2, 64, 64), per_channel=True),
-    _case("packed documents", (1, 88, 1, 2, 64, 32), documents=[17, 1, 0, 70], per_channel=True),
-    _case("packed documents in two rows", (2, 40, 1, 1, 32, 64), documents=[17, 23, 1, 39], per_channel=True),
-    _case("odd widths", (1, 9, 1, 2, 24, 40), per_channel=True),
-    _case("8192x32x128", (1, 8192, 32, 32, 128, 128), role="bench", per_channel=True),
-    _case(
-        "8192x32x128 in 16 documents",
-        (1, 8192, 32, 32, 128, 128),
-        documents=[512] * 16,
-        role="bench",
-        per_channel=True,
-    ),
+    _channel_case("two rows", (2, 70, 2, 2, 64, 64)),
+    _channel_case("packed documents", (1, 88, 1, 2, 64, 32), documents=[17, 1, 0, 70]),
+    _channel_case("packed documents in two rows", (2, 40, 1, 1, 32, 64), documents=[17, 23, 1, 39]),
+    _channel_case("odd widths", (1, 9, 1, 2, 24, 40)),
+    _channel_case("8192x32x128", (1, 8192, 32, 32, 128, 128), role="bench"),
+    _channel_case("8192x32x128 in 16 documents", (1, 8192, 32, 32, 128, 128), documents=[512] * 16, role="bench"),
 ]

@@ -12,14 +12,15 @@ Shape suffixes below: N chunks, D documents, H value heads, T tokens of a chunk,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
-from opslot.ops._common.documents import check_cu_seqlens
+from opslot.ops._common.contract import takes
+from opslot.ops._common.documents import check_cu_seqlens, one_row
 from opslot.ops.chunk_gated_delta_rule.cases import CASES, PER_CHANNEL_CASES
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
@@ -31,17 +32,49 @@ WIDEST_KEY = 256
 WIDEST_KEY_IN_99_KIB = 128
 
 
-def reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+class DeltaRule(NamedTuple):
+    """The arguments of the op; see `reference`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def in_one_row(self) -> tuple[Tensor, ...]:
+        """Queries to beta; with packed documents, the tokens of all rows in one."""
+        tokens = self[:5]
+        return tokens if self.cu_seqlens is None else tuple(map(one_row, tokens))
+
+    def check(self, kernel: str) -> None:
+        """Raise KernelError, naming `kernel`, for inconsistent arguments."""
+        query, key, value, g, beta, initial_state, *_, cu_seqlens = self
+        if value.shape[2] % key.shape[2]:
+            found = f"{value.shape[2]} heads, which is not a multiple of key's {key.shape[2]}"
+            reject(kernel, "value", found, "use a multiple of key's heads for value")
+        if cu_seqlens is not None:
+            check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, *key.shape[:2])
+        states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        by_head = tuple(value.shape[:3])
+        wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+            "query": (query, tuple(key.shape)),
+            "value": (value, (*key.shape[:2], *value.shape[2:])),
+            "g": (g, by_head if g.dim() == 3 else (*by_head, key.shape[3])),
+            "beta": (beta, by_head),
+            "initial_state": (initial_state, (states, value.shape[2], key.shape[3], value.shape[3])),
+        }
+        for name, (tensor, shape) in wanted.items():
+            if tensor is not None and tensor.shape != shape:
+                reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
+
+
+@takes(DeltaRule)
+def reference(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
     """Per token: S = exp(g) S; S += k (beta (v - S^T k))^T; out = S^T q / sqrt(K).
 
     Computed in chunks, for all documents in parallel (section 3.3 of the paper); in fp32, or fp64 for fp64 input. With
@@ -54,14 +87,15 @@ def reference(
     Raises:
         KernelError: `cu_seqlens` that do not cover the tokens or cross rows, or heads that do not divide.
     """
-    check_shapes("chunk_gated_delta_rule", query, key, value, g, beta, initial_state, cu_seqlens)
+    given.check("chunk_gated_delta_rule")
+    query, key, value, g, beta, initial_state, want_state, normalize, cu_seqlens = given
     log_decays = g if g.dim() == 4 else g[..., None]
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, length, heads, v_width = value.shape
     bounds = document_bounds(batch, length, cu_seqlens)
     plan = ChunkSchedule(bounds, _CHUNK, value.device)
     q, k, v, log_decay, rate = (plan.chunks(x, dtype) for x in (query, key, value, log_decays, beta[..., None]))
-    if use_qk_l2norm_in_kernel:
+    if normalize:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     groups = heads // key.shape[2]
     q_NHTK, k_NHTK = (x.repeat_interleave(groups, 1) for x in (q * key.shape[-1] ** -0.5, k))
@@ -73,37 +107,7 @@ def reference(
     with torch.autocast(query.device.type, enabled=False):
         out_NHTV, state = _scan(q_NHTK, k_NHTK, v, log_decay, rate, state, plan.active)
     out = plan.tokens(out_NHTV).view(value.shape).to(query.dtype)
-    return out, state[plan.order.argsort()] if output_final_state else None
-
-
-def check_shapes(
-    kernel: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Raise KernelError, naming `kernel`, for inconsistent arguments."""
-    if value.shape[2] % key.shape[2]:
-        found = f"{value.shape[2]} heads, which is not a multiple of key's {key.shape[2]}"
-        reject(kernel, "value", found, "use a multiple of key's heads for value")
-    if cu_seqlens is not None:
-        check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, *key.shape[:2])
-    states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    by_head = tuple(value.shape[:3])
-    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "query": (query, tuple(key.shape)),
-        "value": (value, (*key.shape[:2], *value.shape[2:])),
-        "g": (g, by_head if g.dim() == 3 else (*by_head, key.shape[3])),
-        "beta": (beta, by_head),
-        "initial_state": (initial_state, (states, value.shape[2], key.shape[3], value.shape[3])),
-    }
-    for name, (tensor, shape) in wanted.items():
-        if tensor is not None and tensor.shape != shape:
-            reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
+    return out, state[plan.order.argsort()] if want_state else None
 
 
 def _scan(

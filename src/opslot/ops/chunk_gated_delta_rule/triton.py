@@ -24,8 +24,8 @@ from torch import Tensor
 
 from opslot._base.kernel_launch import shared_memory
 from opslot.ops._common.arguments import copy_or_zero, reject, require_floats
+from opslot.ops._common.contract import takes
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients
-from opslot.ops._common.documents import one_row
 from opslot.ops._common.kernels.chunks import count_chunks
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, prepare
@@ -33,7 +33,7 @@ from opslot.ops.chunk_gated_delta_rule.kernels.channel_gradients import write_ch
 from opslot.ops.chunk_gated_delta_rule.kernels.channels import solve_channels
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import write_output
 from opslot.ops.chunk_gated_delta_rule.kernels.system import solve
-from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, WIDEST_KEY_IN_99_KIB, check_shapes
+from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, WIDEST_KEY_IN_99_KIB, DeltaRule
 
 _LABEL = "chunk_gated_delta_rule_implementation='triton'"
 # Bytes of shared memory of the recurrences in float32 with keys of 256.
@@ -123,17 +123,8 @@ _per_channel = differentiable_op(
 )
 
 
-def chunk_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+@takes(DeltaRule)
+def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
     """`op.reference` for float32, bfloat16 and float16, and keys up to 256 wide; the last state in float32.
 
     Query, key and value must have the same dtype; the others may have any of the three. Inputs are copied unless
@@ -142,6 +133,7 @@ def chunk_gated_delta_rule(
     Raises:
         KernelError: another dtype, larger keys, or arguments that the reference rejects.
     """
+    query, key, value, g, beta, initial_state, want_state, normalize, cu_seqlens = given
     named = {"query": query, "key": key, "value": value, "g": g, "beta": beta, "initial_state": initial_state}
     require_floats(_LABEL, "use torch_chunked", **named)
     for name, tensor in (("key", key), ("value", value)):
@@ -149,12 +141,7 @@ def chunk_gated_delta_rule(
             reject(_LABEL, name, f"its dtype is {tensor.dtype}, query's is {query.dtype}", "give all three the same")
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
-    check_shapes(_LABEL, query, key, value, g, beta, initial_state, cu_seqlens)
-    shape = value.shape
-    if cu_seqlens is not None:
-        query, key, value, g, beta = map(one_row, (query, key, value, g, beta))
+    given.check(_LABEL)
     apply = _gated_delta_rule if g.dim() == 3 else _per_channel
-    out, final = apply(
-        query, key, value, g, beta, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, output_final_state
-    )
-    return out.view(shape), final if output_final_state else None
+    out, final = apply(*given.in_one_row, initial_state, cu_seqlens, normalize, want_state)
+    return out.view(value.shape), final if want_state else None

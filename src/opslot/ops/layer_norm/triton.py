@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opslot._base.jit import downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
+from opslot.ops._common.arguments import are_given
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
 from opslot.ops.layer_norm.arguments import checked
@@ -146,7 +147,7 @@ def _run_forward(
         (x, weight, bias, *outputs),
         (x_stride,),
         (rows, eps),
-        (weight is not None, bias is not None, width, plan.rows, plan.columns),
+        (*are_given(weight, bias), width, *plan.tile),
         plan.warps,
     )
 
@@ -180,15 +181,7 @@ def _run_backward(
         (dout, x, mean, rstd, None if weight is None else weight.contiguous(), dx, partial),
         (dout_stride, x_stride),
         (rows,),
-        (
-            weight is not None,
-            dx is not None,
-            *(out is not None for out in sums),
-            width,
-            plan.rows,
-            plan.columns,
-            plan.stages,
-        ),
+        (*are_given(weight, *gradients), width, *plan.tile, plan.stages),
         plan.warps,
     )
     if partial is not None:

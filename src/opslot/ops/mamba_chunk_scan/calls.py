@@ -3,53 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from opslot.ops._common.documents import each_document, join_documents
+from opslot.ops.mamba_chunk_scan.op import OPTIONS, Scan
 
 
-def scan_by_document(
-    scan: Callable[..., Any],
-    chunk_size: int,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_states: Tensor | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-    return_final_states: bool,
-    cu_seqlens: Tensor | None,
-) -> Any:
-    """Transformers' scan `scan`, of each document alone if there are several."""
+def scan_by_document(scan: Callable[..., Any], chunk_size: int, *arguments: Any) -> Any:
+    """Transformers' scan `scan` of the op's `arguments`, of each document alone if there are several."""
+    given = Scan(*arguments)
+    options = {name: getattr(given, name) for name in OPTIONS}
 
     def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor | None = None) -> Any:
-        return scan(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            chunk_size=chunk_size,
-            D=D,
-            dt_bias=dt_bias,
-            initial_states=state,
-            dt_softplus=dt_softplus,
-            dt_limit=dt_limit,
-            return_final_states=return_final_states,
-        )
+        return scan(x, dt, given.A, B, C, chunk_size=chunk_size, initial_states=state, **options)
 
-    if cu_seqlens is None:
-        return run(x, dt, B, C, initial_states)
-    results = each_document(run, cu_seqlens, x, dt, B, C, state=initial_states)
-    return _joined(results, x, return_final_states)
+    tokens = given.x, given.dt, given.B, given.C
+    if given.cu_seqlens is None:
+        return run(*tokens, given.initial_states)
+    results = each_document(run, given.cu_seqlens, *tokens, state=given.initial_states)
+    return _joined(results, given.x, given.return_final_states)
 
 
 def _joined(results: list[Any], x: Tensor, with_states: bool) -> Any:
@@ -60,21 +36,25 @@ def _joined(results: list[Any], x: Tensor, with_states: bool) -> Any:
     return join_documents(outputs, x), torch.cat(states)
 
 
-def scan_channels(
-    scan: Callable[..., Any],
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    softplus: bool,
-    want_state: bool,
-    cu_seqlens: Tensor | None,
-) -> Any:
+class _Channels(NamedTuple):
+    """The arguments of Mamba-1's scan, whose tokens are the last dim, and the boundaries of documents."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    z: Tensor
+    dt_bias: Tensor
+    softplus: bool
+    want_state: bool
+    cu_seqlens: Tensor | None
+
+
+def scan_channels(scan: Callable[..., Any], *arguments: Any) -> Any:
     """Mamba-1's scan and gate, with a channel as a head of the slot's scan."""
+    x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens = _Channels(*arguments)
     tokens, steps = x.transpose(1, 2)[..., None], dt.transpose(1, 2)
     B, C = (tensor.transpose(1, 2)[:, :, None].to(x.dtype) for tensor in (B, C))
     limit = (0.0, float("inf"))
@@ -83,22 +63,9 @@ def scan_channels(
     return (out, found[1].squeeze(2).to(x.dtype)) if want_state else out
 
 
-def scan_channels_by_document(
-    scan: Callable[..., Any],
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    softplus: bool,
-    want_state: bool,
-    cu_seqlens: Tensor | None,
-    **options: Any,
-) -> Any:
+def scan_channels_by_document(scan: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Transformers' scan of Mamba-1 `scan`, of each document alone if there are several."""
+    x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens = _Channels(*arguments)
     options |= {"delta_bias": dt_bias, "delta_softplus": softplus, "return_last_state": want_state}
     if cu_seqlens is None:
         return scan(x, dt, A, B, C, D=D, z=z, **options)

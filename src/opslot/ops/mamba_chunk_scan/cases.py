@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,19 +61,19 @@ CASES = [
     _case("8192x128x64, 8 groups, state 128", (1, 8192, 128, 64, 8, 128), role="bench"),
     _case("16384x128x64, 1 group, in 16 documents", (1, 16384, 128, 64, 1, 128), documents=[1024] * 16, role="bench"),
 ]
+_channel_case = partial(_case, per_channel=True)
 PER_CHANNEL_CASES = [
-    _case("two rows", (2, 37, 40, 1, 1, 4), per_channel=True, limited=False),
-    _case("two groups, wide state, no D", (1, 10, 4, 1, 2, 18), plain=True, per_channel=True),
-    _case("packed documents", (1, 70, 24, 1, 1, 3), documents=[17, 1, 0, 52], per_channel=True),
-    _case("packed documents in two rows", (2, 40, 24, 1, 1, 2), documents=[17, 23, 1, 39], per_channel=True),
-    _case("8192x8192, state 16", (1, 8192, 8192, 1, 1, 16), role="bench", per_channel=True, limited=False),
-    _case("8192x5120, state 16", (1, 8192, 5120, 1, 1, 16), role="bench", per_channel=True, limited=False),
-    _case(
+    _channel_case("two rows", (2, 37, 40, 1, 1, 4), limited=False),
+    _channel_case("two groups, wide state, no D", (1, 10, 4, 1, 2, 18), plain=True),
+    _channel_case("packed documents", (1, 70, 24, 1, 1, 3), documents=[17, 1, 0, 52]),
+    _channel_case("packed documents in two rows", (2, 40, 24, 1, 1, 2), documents=[17, 23, 1, 39]),
+    _channel_case("8192x8192, state 16", (1, 8192, 8192, 1, 1, 16), role="bench", limited=False),
+    _channel_case("8192x5120, state 16", (1, 8192, 5120, 1, 1, 16), role="bench", limited=False),
+    _channel_case(
         "8192x8192, state 16, in 16 documents",
         (1, 8192, 8192, 1, 1, 16),
         documents=[512] * 16,
         role="bench",
-        per_channel=True,
         limited=False,
     ),
 ]

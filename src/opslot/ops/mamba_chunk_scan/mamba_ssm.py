@@ -7,35 +7,23 @@ from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.documents import one_row
-from opslot.ops.mamba_chunk_scan.op import NO_LIMIT, check_shapes
+from opslot.ops._common.contract import takes
+from opslot.ops.mamba_chunk_scan.op import OPTIONS, Scan
 
 _LABEL = "mamba_chunk_scan_implementation='mamba_ssm'"
 # What the package's own modules and Transformers' configs use.
 _CHUNK = 256
 
 
-def mamba_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = NO_LIMIT,
-    return_final_states: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+@takes(Scan)
+def mamba_chunk_scan(scan: Scan) -> Tensor | tuple[Tensor, Tensor]:
     """`op.reference`, with `cu_seqlens` without states."""
-    check_shapes(_LABEL, x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens)
-    shape, seq_idx = x.shape, None
+    scan.check(_LABEL)
+    seq_idx = None
+    x, dt, A, B, C, *_, cu_seqlens = scan.in_one_row()
     if cu_seqlens is not None:
-        if initial_states is not None or return_final_states:
+        if scan.initial_states is not None or scan.return_final_states:
             reject(_LABEL, "cu_seqlens", "states of packed documents", "use triton")
-        x, dt, B, C = map(one_row, (x, dt, B, C))
         tokens = torch.arange(x.shape[1], device=x.device)
         seq_idx = torch.searchsorted(cu_seqlens[1:].to(torch.int64), tokens, right=True).to(torch.int32)[None]
     found = mamba_chunk_scan_combined(
@@ -45,12 +33,8 @@ def mamba_chunk_scan(
         B,
         C,
         chunk_size=_CHUNK,
-        D=D,
-        dt_bias=dt_bias,
-        initial_states=initial_states,
         seq_idx=seq_idx,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        return_final_states=return_final_states,
+        **{name: getattr(scan, name) for name in OPTIONS},
+        initial_states=scan.initial_states,
     )
-    return found if return_final_states else found.view(shape)
+    return found if scan.return_final_states else found.view(scan.x.shape)

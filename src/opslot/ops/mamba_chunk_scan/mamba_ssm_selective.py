@@ -7,25 +7,14 @@ from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops.mamba_chunk_scan.op import NO_LIMIT, check_shapes
+from opslot.ops._common.contract import takes
+from opslot.ops.mamba_chunk_scan.op import NO_LIMIT, Scan
 
 _LABEL = "mamba_chunk_scan_implementation='mamba_ssm'"
 
 
-def mamba_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = NO_LIMIT,
-    return_final_states: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+@takes(Scan)
+def mamba_chunk_scan(scan: Scan) -> Tensor | tuple[Tensor, Tensor]:
     """`op.reference` with softplus, x, dt, B and C of one dtype, and no packed documents, initial states or limits.
 
     The last states have no gradient, so they are returned only where no gradients are computed.
@@ -33,21 +22,22 @@ def mamba_chunk_scan(
     Raises:
         KernelError: for these, or for arguments that the reference rejects.
     """
+    x, dt, A, B, C, D, dt_bias, initial_states, softplus, limit, want_states, cu_seqlens = scan
     unsupported = {
         "cu_seqlens": (cu_seqlens is not None, "it does not separate documents"),
         "initial_states": (initial_states is not None, "it starts from zeros"),
-        "dt_softplus": (not dt_softplus, "without it, steps below zero must be zero, which it does not do"),
-        "dt_limit": (tuple(dt_limit) != NO_LIMIT, f"it has no limits, and was given {tuple(dt_limit)}"),
+        "dt_softplus": (not softplus, "without it, steps below zero must be zero, which it does not do"),
+        "dt_limit": (tuple(limit) != NO_LIMIT, f"it has no limits, and was given {tuple(limit)}"),
         "dt": (dt.dtype != x.dtype, f"its dtype is {dt.dtype}, x's is {x.dtype}"),
         "return_final_states": (
-            return_final_states and torch.is_grad_enabled() and x.requires_grad,
+            want_states and torch.is_grad_enabled() and x.requires_grad,
             "it has no gradient of the last states",
         ),
     }
     for argument, (given, found) in unsupported.items():
         if given:
             reject(_LABEL, argument, found, "use triton")
-    check_shapes(_LABEL, x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens)
+    scan.check(_LABEL)
     by_channel = [tensor if tensor is None else tensor.float() for tensor in (A, D, dt_bias)]
     found = selective_scan_fn(
         x.squeeze(3).transpose(1, 2),
@@ -59,8 +49,8 @@ def mamba_chunk_scan(
         D=by_channel[1],
         delta_bias=by_channel[2],
         delta_softplus=True,
-        return_last_state=return_final_states,
+        return_last_state=want_states,
     )
-    out, state = found if return_final_states else (found, None)
+    out, state = found if want_states else (found, None)
     out = out.transpose(1, 2)[..., None]
     return out if state is None else (out, state[:, :, None].float())

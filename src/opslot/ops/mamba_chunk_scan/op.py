@@ -12,14 +12,15 @@ Shape suffixes below: N chunks, D documents, H heads, T tokens of a chunk, P and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
-from opslot.ops._common.documents import check_cu_seqlens, remove_hooks, separate_documents
+from opslot.ops._common.contract import takes
+from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_hooks, separate_documents
 from opslot.ops.mamba_chunk_scan.cases import CASES, PER_CHANNEL_CASES
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant, walk_slots
 
@@ -28,21 +29,58 @@ _CHUNK = 64
 WIDEST_HEAD = 128
 NO_LIMIT = (0.0, float("inf"))
 
+# What Transformers' and mamba_ssm's scans also take by these names.
+OPTIONS = ("D", "dt_bias", "dt_softplus", "dt_limit", "return_final_states")
 
-def reference(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = NO_LIMIT,
-    return_final_states: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+
+class Scan(NamedTuple):
+    """The arguments of the op; see `reference`."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None = None
+    dt_bias: Tensor | None = None
+    initial_states: Tensor | None = None
+    dt_softplus: bool = False
+    dt_limit: tuple[float, float] = NO_LIMIT
+    return_final_states: bool = False
+    cu_seqlens: Tensor | None = None
+
+    def in_one_row(self) -> Scan:
+        """With packed documents, the tokens of all rows in one."""
+        if self.cu_seqlens is None:
+            return self
+        return self._replace(x=one_row(self.x), dt=one_row(self.dt), B=one_row(self.B), C=one_row(self.C))
+
+    def check(self, kernel: str) -> None:
+        """Raise KernelError, naming `kernel`, for inconsistent arguments."""
+        x, dt, A, B, C, D, dt_bias, initial_states, *_, cu_seqlens = self
+        batch, length, heads, width = x.shape
+        if heads % B.shape[2]:
+            reject(kernel, "x", f"{heads} heads, which is not a multiple of B's {B.shape[2]} groups", "use a multiple")
+        if cu_seqlens is not None:
+            check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, batch, length)
+        states = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+        by_head, by_group = (heads,), (batch, length, *B.shape[2:])
+        wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+            "dt": (dt, (batch, length, heads)),
+            "A": (A, by_head if A.dim() == 1 or width > 1 else (heads, B.shape[3])),
+            "B": (B, by_group),
+            "C": (C, by_group),
+            "D": (D, by_head),
+            "dt_bias": (dt_bias, by_head),
+            "initial_states": (initial_states, (states, heads, width, B.shape[3])),
+        }
+        for name, (tensor, shape) in wanted.items():
+            if tensor is not None and tensor.shape != shape:
+                reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
+
+
+@takes(Scan)
+def reference(given: Scan) -> Tensor | tuple[Tensor, Tensor]:
     """Per token and head: state = exp(dt A) state + dt x B^T; out = state C + D x.
 
     First, dt becomes clamp(softplus(dt + dt_bias), *dt_limit), without softplus unless `dt_softplus`. Computed in
@@ -55,20 +93,21 @@ def reference(
     Raises:
         KernelError: `cu_seqlens` that do not cover the tokens or cross rows, or shapes that do not match.
     """
-    check_shapes("mamba_chunk_scan", x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens)
+    given.check("mamba_chunk_scan")
+    x, dt, A, B, C, D, dt_bias, initial_states, softplus, limit, want_states, cu_seqlens = given
     dtype = torch.promote_types(x.dtype, torch.float32)
     batch, length, heads, width = x.shape
     step = dt.to(dtype)
     if dt_bias is not None:
         step = step + dt_bias.to(dtype)
-    if dt_softplus:
+    if softplus:
         step = nn.functional.softplus(step)
-    step = step.clamp(*dt_limit)
+    step = step.clamp(*limit)
     plan = ChunkSchedule(document_bounds(batch, length, cu_seqlens), _CHUNK, x.device)
     # [B, S, heads, 1], or N instead of 1 in the variant per_channel.
     log_decays = step[..., None] * (A if A.dim() == 2 else A[:, None]).to(dtype)
-    given = (x, step[..., None], log_decays, B, C)
-    x_NHTP, dt_NHT1, log_decay, B_NGTS, C_NGTS = (plan.chunks(tensor, dtype) for tensor in given)
+    tokens = (x, step[..., None], log_decays, B, C)
+    x_NHTP, dt_NHT1, log_decay, B_NGTS, C_NGTS = (plan.chunks(tensor, dtype) for tensor in tokens)
     scan = _scan_by_channel if A.dim() == 2 else _scan
     state = x_NHTP.new_zeros(len(plan.order), heads, width, B.shape[-1])
     if initial_states is not None:
@@ -80,41 +119,7 @@ def reference(
     if D is not None:
         out = out + D.to(dtype)[:, None] * x.to(dtype)
     out = out.to(x.dtype)
-    return (out, state[plan.order.argsort()]) if return_final_states else out
-
-
-def check_shapes(
-    kernel: str,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_states: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Raise KernelError, naming `kernel`, for inconsistent arguments."""
-    batch, length, heads, width = x.shape
-    if heads % B.shape[2]:
-        reject(kernel, "x", f"{heads} heads, which is not a multiple of B's {B.shape[2]} groups", "use a multiple")
-    if cu_seqlens is not None:
-        check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, batch, length)
-    states = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    by_head, by_group = (heads,), (batch, length, *B.shape[2:])
-    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "dt": (dt, (batch, length, heads)),
-        "A": (A, by_head if A.dim() == 1 or width > 1 else (heads, B.shape[3])),
-        "B": (B, by_group),
-        "C": (C, by_group),
-        "D": (D, by_head),
-        "dt_bias": (dt_bias, by_head),
-        "initial_states": (initial_states, (states, heads, width, B.shape[3])),
-    }
-    for name, (tensor, shape) in wanted.items():
-        if tensor is not None and tensor.shape != shape:
-            reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
+    return (out, state[plan.order.argsort()]) if want_states else out
 
 
 def _scan(

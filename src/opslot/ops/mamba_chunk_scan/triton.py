@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import copy_or_zero, reject, require_floats
+from opslot.ops._common.contract import takes
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients
-from opslot.ops._common.documents import one_row
 from opslot.ops._common.kernels.tiles import as_tokens
 from opslot.ops.mamba_chunk_scan.kernels import selective, selective_gradients
 from opslot.ops.mamba_chunk_scan.kernels.call import prepare
@@ -27,7 +27,7 @@ from opslot.ops.mamba_chunk_scan.kernels.gradients import write_gradients
 from opslot.ops.mamba_chunk_scan.kernels.outputs import write_output
 from opslot.ops.mamba_chunk_scan.kernels.states import walk
 from opslot.ops.mamba_chunk_scan.kernels.steps import cumulate
-from opslot.ops.mamba_chunk_scan.op import NO_LIMIT, WIDEST_HEAD, check_shapes
+from opslot.ops.mamba_chunk_scan.op import WIDEST_HEAD, Scan
 
 _LABEL = "mamba_chunk_scan_implementation='triton'"
 # x, dt, A, B, C, D, dt_bias and initial_states.
@@ -106,20 +106,8 @@ _scan = differentiable_op(
 )
 
 
-def mamba_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = NO_LIMIT,
-    return_final_states: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+@takes(Scan)
+def mamba_chunk_scan(scan: Scan) -> Tensor | tuple[Tensor, Tensor]:
     """`op.reference` for float32, bfloat16 and float16, and heads up to 128 wide; the last state in float32.
 
     x, B and C must have the same dtype; the others may have any of the three. Inputs are copied unless their columns
@@ -128,6 +116,7 @@ def mamba_chunk_scan(
     Raises:
         KernelError: another dtype, wider heads, or arguments that the reference rejects.
     """
+    x, dt, A, B, C, D, dt_bias, initial_states, softplus, limit, want_states, cu_seqlens = scan
     per_head = {"A": A, "D": D, "dt_bias": dt_bias}
     require_floats(_LABEL, "use torch_chunked", x=x, dt=dt, B=B, C=C, initial_states=initial_states, **per_head)
     for name, tensor in (("B", B), ("C", C)):
@@ -135,14 +124,7 @@ def mamba_chunk_scan(
             reject(_LABEL, name, f"its dtype is {tensor.dtype}, x's is {x.dtype}", "give all three the same")
     if x.shape[3] > WIDEST_HEAD:
         reject(_LABEL, "x", f"its heads are {x.shape[3]} wide, the limit is {WIDEST_HEAD}", "use torch_chunked")
-    check_shapes(_LABEL, x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens)
-    shape = x.shape
-    if cu_seqlens is not None:
-        x, dt, B, C = map(one_row, (x, dt, B, C))
-    out, final = _scan(
-        *(x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens, dt_softplus),
-        *map(float, dt_limit),
-        return_final_states,
-    )
-    out = out.view(shape)
-    return (out, final) if return_final_states else out
+    scan.check(_LABEL)
+    out, final = _scan(*scan.in_one_row()[:8], cu_seqlens, softplus, *map(float, limit), want_states)
+    out = out.view(x.shape)
+    return (out, final) if want_states else out

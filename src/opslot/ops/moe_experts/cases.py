@@ -150,44 +150,47 @@ def _with(name: str, dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str,
     return {**arguments, "activation": name}
 
 
-CASES = [
-    *_checks(),
-    *(_case(name, 23, 4, 2, 40, 24, form=partial(_with, name)) for name in ACTIVATIONS if name != "silu"),
-    _qwen3(16384),
-    _case("DeepSeek-V3 slice E=32, T=8192", 8192, 32, 8, 7168, 2048, float32_weights=True, role="bench"),
-    _qwen3(256),
-    _qwen3(2048),
-    _case("Mixtral layer, T=8192", 8192, 8, 2, 4096, 14336, float32_weights=True, role="bench"),
-]
-
-
 def benchmark_case(shape: Mapping[str, int], tokens: int, form: Form | None = None) -> InputCase:
     sizes = shape["experts"], shape["top_k"], shape["hidden"], shape["intermediate"]
     name = "T={} E={} K={} H={} I={}".format(tokens, *sizes)
     return _case(name, tokens, *sizes, float32_weights=True, form=form, role="bench")
 
 
-CLAMPED_CASES = [
-    _case("bounded and offset", 61, 4, 2, 40, 24, form=_bounded_with_offset),
-    _case("bounded after the activation", 61, 4, 2, 40, 24, form=_bounded_activation),
-    *_checks(_bounded),
-    *_gpt_oss_layers(_DEEPSEEK_V4),
-]
-BIASED_CASES = [*_checks(_biased), *_gpt_oss_layers(_GPT_OSS)]
-TRANSPOSED_CASES = [
-    *_checks(_transposed),
-    _case("Llama 4 Scout layer, T=4096", 4096, 16, 1, 5120, 8192, form=_transposed, role="bench"),
-    _case("Aria layer, T=8192", 8192, 64, 6, 2560, 1664, form=_transposed, role="bench"),
-]
-UNGATED_CASES = [
-    *_checks(_ungated),
-    _case("silu", 23, 4, 2, 40, 24, form=partial(_ungated, activation="silu")),
-    _case("Nemotron-3-Nano layer, T=8192", 8192, 128, 6, 2688, 1856, form=_ungated, role="bench"),
-]
-SPLIT_CASES = [*_checks(_split), _qwen3(16384, _split), _qwen3(256, _split)]
-
-clamped_benchmark_case = partial(benchmark_case, form=_DEEPSEEK_V4)
-biased_benchmark_case = partial(benchmark_case, form=_GPT_OSS)
-split_benchmark_case = partial(benchmark_case, form=_split)
-transposed_benchmark_case = partial(benchmark_case, form=_transposed)
-ungated_benchmark_case = partial(benchmark_case, form=_ungated)
+# The forms of the variants that `benchmark_case` takes.
+BENCHMARK_FORMS = {
+    "standard": None,
+    "clamped": _DEEPSEEK_V4,
+    "biased": _GPT_OSS,
+    "split": _split,
+    "transposed": _transposed,
+    "ungated": _ungated,
+}
+CASES = {
+    "standard": [
+        *_checks(),
+        *(_case(name, 23, 4, 2, 40, 24, form=partial(_with, name)) for name in ACTIVATIONS if name != "silu"),
+        _qwen3(16384),
+        _case("DeepSeek-V3 slice E=32, T=8192", 8192, 32, 8, 7168, 2048, float32_weights=True, role="bench"),
+        _qwen3(256),
+        _qwen3(2048),
+        _case("Mixtral layer, T=8192", 8192, 8, 2, 4096, 14336, float32_weights=True, role="bench"),
+    ],
+    "clamped": [
+        _case("bounded and offset", 61, 4, 2, 40, 24, form=_bounded_with_offset),
+        _case("bounded after the activation", 61, 4, 2, 40, 24, form=_bounded_activation),
+        *_checks(_bounded),
+        *_gpt_oss_layers(_DEEPSEEK_V4),
+    ],
+    "biased": [*_checks(_biased), *_gpt_oss_layers(_GPT_OSS)],
+    "split": [*_checks(_split), _qwen3(16384, _split), _qwen3(256, _split)],
+    "transposed": [
+        *_checks(_transposed),
+        _case("Llama 4 Scout layer, T=4096", 4096, 16, 1, 5120, 8192, form=_transposed, role="bench"),
+        _case("Aria layer, T=8192", 8192, 64, 6, 2560, 1664, form=_transposed, role="bench"),
+    ],
+    "ungated": [
+        *_checks(_ungated),
+        _case("silu", 23, 4, 2, 40, 24, form=partial(_ungated, activation="silu")),
+        _case("Nemotron-3-Nano layer, T=8192", 8192, 128, 6, 2688, 1856, form=_ungated, role="bench"),
+    ],
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,22 +13,9 @@ from torch.nn.functional import linear
 from opslot.ops._common.activations import activate, activation_name, activation_problem
 from opslot.ops._common.model_config import text_config
 from opslot.ops.moe_experts._gating import bounded, halves_of
-from opslot.ops.moe_experts.cases import (
-    BIASED_CASES,
-    CASES,
-    CLAMPED_CASES,
-    SPLIT_CASES,
-    TRANSPOSED_CASES,
-    UNGATED_CASES,
-    benchmark_case,
-    biased_benchmark_case,
-    clamped_benchmark_case,
-    split_benchmark_case,
-    transposed_benchmark_case,
-    ungated_benchmark_case,
-)
+from opslot.ops.moe_experts.cases import BENCHMARK_FORMS, CASES, benchmark_case
 from opslot.ops.moe_experts.contract import Experts, variants
-from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant, walk_slots
+from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant, walk_slots
 from opslot.slots.protocol import SLOTS, bound_kernel
 
 _IMPLEMENTATION = "_experts_implementation"
@@ -245,76 +233,49 @@ _TOLERANCE_ULPS = {"float32": 3}
 
 
 def _variant(
-    name: str,
-    reference: Callable[..., Tensor],
-    cases: list[InputCase],
-    make_case: Callable[[Mapping[str, int], int], InputCase],
-    check: Callable[[Any], str | None],
-    weights: tuple[str, ...],
-    description: str,
+    reference: Callable[..., Tensor], check: Callable[[Any], str | None], weights: tuple[str, ...], description: str
 ) -> OpVariant:
-    """A variant; `weights` are its parameters."""
+    """A variant named after its reference; `weights` are its parameters."""
+    name = reference.__name__
     return OpVariant(
         name,
         reference,
-        cases,
+        CASES[name],
         ("hidden_states", *weights, "top_k_weights"),
         _cost,
         check,
         tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
         static_shape=_static_shape,
-        benchmark_case=make_case,
+        benchmark_case=partial(benchmark_case, form=BENCHMARK_FORMS[name]),
         description=description,
     )
 
 
 _MERGED = ("gate_up_proj", "down_proj")
 _VARIANTS = (
+    _variant(standard, check_standard, _MERGED, "merged gate_up [E, 2I, H], no bias"),
+    _variant(clamped, check_clamped, _MERGED, "merged gate_up [E, 2I, H], gate and up within a limit, no bias"),
     _variant(
-        "standard", standard, CASES, benchmark_case, check_standard, _MERGED, "merged gate_up [E, 2I, H], no bias"
-    ),
-    _variant(
-        "clamped",
-        clamped,
-        CLAMPED_CASES,
-        clamped_benchmark_case,
-        check_clamped,
-        _MERGED,
-        "merged gate_up [E, 2I, H], gate and up within a limit, no bias",
-    ),
-    _variant(
-        "biased",
         biased,
-        BIASED_CASES,
-        biased_benchmark_case,
         check_biased,
         (*_MERGED, "gate_up_proj_bias", "down_proj_bias"),
         "transposed and interleaved gate_up [E, H, 2I], biases, gate and up within a limit (gpt-oss)",
     ),
     _variant(
-        "split",
         split,
-        SPLIT_CASES,
-        split_benchmark_case,
         check_split,
         ("gate_proj", "up_proj", "down_proj"),
         "separate gate and up; gate, up and down [E, I, H] each, no bias (DBRX)",
     ),
     _variant(
-        "transposed",
         transposed,
-        TRANSPOSED_CASES,
-        transposed_benchmark_case,
         check_transposed,
         _MERGED,
         "transposed gate_up [E, H, 2I] and down [E, I, H], no bias (Aria, Llama 4)",
     ),
     _variant(
-        "ungated",
         ungated,
-        UNGATED_CASES,
-        ungated_benchmark_case,
         check_ungated,
         ("up_proj", "down_proj"),
         "up and down without a gate, [E, I, H] and [E, H, I], no bias (Nemotron 3)",

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
-from opslot.ops._common.arguments import reject
+from opslot.ops._common.arguments import are_given, reject
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients, launch_op, once_differentiable
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
@@ -198,17 +198,7 @@ def _run_forward(
         (x, None if weight is None else weight.contiguous(), gate, residual, out, total),
         (x_stride, gate_stride, residual_stride),
         (rows, eps),
-        (
-            weight_offset,
-            cast_after_weight,
-            weight is not None,
-            gate is not None,
-            residual is not None,
-            groups,
-            width,
-            plan.rows,
-            plan.columns,
-        ),
+        (weight_offset, cast_after_weight, *are_given(weight, gate, residual), groups, width, *plan.tile),
         plan.warps,
     )
 
@@ -245,20 +235,7 @@ def _run_backward(
         (dout, dsum, x, None if weight is None else weight.contiguous(), gate, dx, dgate, partial),
         (dout_stride, dsum_stride, x_stride, gate_stride),
         (rows, eps),
-        (
-            weight_offset,
-            weight is not None,
-            gate is not None,
-            dsum is not None,
-            dx is not None,
-            dweight is not None,
-            dgate is not None,
-            groups,
-            width,
-            plan.rows,
-            plan.columns,
-            plan.stages,
-        ),
+        (weight_offset, *are_given(weight, gate, dsum, dx, dweight, dgate), groups, width, *plan.tile, plan.stages),
         plan.warps,
     )
     if partial is not None and dweight is not None:

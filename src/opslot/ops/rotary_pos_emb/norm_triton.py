@@ -11,46 +11,28 @@ from torch import Tensor
 from opslot.ops._common.arguments import reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS
-from opslot.ops.rotary_pos_emb.kernels.norm_rotate import launch_backward, launch_forward
+from opslot.ops.rotary_pos_emb.kernels.norm_rotate import NormRotation, launch_backward, launch_forward
 from opslot.ops.rotary_pos_emb.triton import LABEL, check, empty_like
 
 
-def _allocate(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_eps: float,
-    k_eps: float,
-    weight_offset: bool,
-    cast_after_weight: bool,
-    norm_last: bool,
-    keep_dtype: bool,
-) -> tuple[Tensor, Tensor]:
+def _allocate(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given = NormRotation(*arguments)
+
     def like(x: Tensor, weight: Tensor) -> Tensor:
         dtype = x.dtype
-        if not keep_dtype and dtype != cos.dtype:
-            dtype = torch.promote_types(dtype, cos.dtype)
-        if not cast_after_weight and dtype != weight.dtype:
+        if not given.keep_dtype and dtype != given.cos.dtype:
+            dtype = torch.promote_types(dtype, given.cos.dtype)
+        if not given.cast_after_weight and dtype != weight.dtype:
             dtype = torch.promote_types(dtype, weight.dtype)
         return empty_like(x, dtype)
 
-    return like(q, q_weight), like(k, k_weight)
+    return like(given.q, given.q_weight), like(given.k, given.k_weight)
 
 
-def _allocate_gradients(
-    dq_out: Tensor | None,
-    dk_out: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    *rest: Any,
-) -> tuple[Tensor | None, ...]:
+def _allocate_gradients(dq_out: Tensor | None, dk_out: Tensor | None, *arguments: Any) -> tuple[Tensor | None, ...]:
     """Those of q and k, and those of both weights, unless neither of the two is needed."""
-    need_q, need_k, need_q_weight, need_k_weight = rest[-4:]
+    q, k, q_weight, k_weight = arguments[:4]
+    need_q, need_k, need_q_weight, need_k_weight = arguments[-4:]
     dq = dk = dq_weight = dk_weight = None
     if need_q or need_k:
         dq, dk = empty_like(q, q.dtype), empty_like(k, k.dtype)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from opslot._base.jit import dot, downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv
+from opslot.ops._common.arguments import are_given
 from opslot.ops._common.kernels.tiles import decay, load_plane, load_tokens, store_tokens, strides
 from opslot.ops._common.triton_activations import is_below_limit
 from opslot.ops.mamba_chunk_scan.kernels.call import Call
@@ -244,15 +245,7 @@ def write_gradients(
         ),
         (*strides(call.x, call.B, call.C, dout), call.dt.stride(0)),
         call.limit,
-        (
-            *call.sizes,
-            call.D is not None,
-            call.dt_bias is not None,
-            call.softplus,
-            plan.head,
-            plan.read,
-            plan.chunk,
-        ),
+        (*call.sizes, *are_given(call.D, call.dt_bias), call.softplus, plan.head, plan.read, plan.chunk),
         plan.token_warps,
     )
     for grad, total in zip((dA, dD, dbias), sums.sum(0), strict=True):

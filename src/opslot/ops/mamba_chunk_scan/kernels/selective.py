@@ -23,6 +23,7 @@ from torch import Tensor
 
 from opslot._base.jit import downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv
+from opslot.ops._common.arguments import are_given
 from opslot.ops._common.kernels.chunks import chunk_table
 from opslot.ops._common.kernels.tiles import load_segment
 from opslot.ops.mamba_chunk_scan.kernels.call import ScanInputs
@@ -412,16 +413,7 @@ def walk(call: SelectiveCall, x: Tensor, given: Tensor | None, end: Tensor | Non
         ),
         (),
         (),
-        (
-            call.channels,
-            call.state,
-            call.chunk,
-            backward,
-            given is not None,
-            end is not None,
-            plan.walked,
-            plan.walk_stages,
-        ),
+        (call.channels, call.state, call.chunk, backward, *are_given(given, end), plan.walked, plan.walk_stages),
         4,
     )
     return states

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from opslot._base.jit import dot, downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv
+from opslot.ops._common.arguments import are_given
 from opslot.ops._common.kernels.tiles import (
     load_plane,
     load_segment,
@@ -107,27 +108,10 @@ def walk(
     states = call.by_chunk(call.head, call.state)
     _launch_states(
         (call.chunks.documents * call.heads, cdiv(call.head, plan.rows), cdiv(call.state, plan.columns)),
-        (
-            tokens,
-            keys,
-            *steps,
-            *call.chunks.bounds,
-            None if given is None else given.contiguous(),
-            states,
-            end,
-        ),
+        (tokens, keys, *steps, *call.chunks.bounds, None if given is None else given.contiguous(), states, end),
         strides(tokens, keys),
         (),
-        (
-            *call.sizes,
-            backward,
-            given is not None,
-            end is not None,
-            plan.rows,
-            plan.columns,
-            plan.chunk,
-            plan.stages,
-        ),
+        (*call.sizes, backward, *are_given(given, end), plan.rows, plan.columns, plan.chunk, plan.stages),
         plan.walk_warps,
     )
     return states

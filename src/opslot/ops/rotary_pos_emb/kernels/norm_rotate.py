@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -321,43 +322,56 @@ def _arguments(
 
 
 def _arguments_of(
-    backward: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, eps: tuple[float, float], *others: Tensor
+    backward: bool, given: NormRotation, *others: Tensor
 ) -> tuple[HeadTiling, tuple[float, ...], tuple[int, ...]]:
+    q, k, _, _, cos, sin, *eps = given[:8]
     strides = [x.stride() for x in (q, k, *others)]
     return _arguments(
-        backward, q.shape, q.element_size(), k.shape[1], cos.shape, cos.stride(), sin.stride(), eps, *strides
+        backward, q.shape, q.element_size(), k.shape[1], cos.shape, cos.stride(), sin.stride(), tuple(eps), *strides
     )
 
 
-def launch_forward(
-    outputs: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_eps: float,
-    k_eps: float,
-    weight_offset: bool,
-    cast_after_weight: bool,
-    norm_last: bool,
-    keep_dtype: bool,
-) -> None:
-    """Normalize and rotate [B, heads, S, D]; `cos` and `sin` are [B or 1, S, R], for the first R channels."""
-    if q.numel() == 0:
+class NormRotation(NamedTuple):
+    """The arguments of the op: q and k [B, heads, S, D]; cos and sin [B or 1, S, R], of the first R channels."""
+
+    q: Tensor
+    k: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_eps: float
+    k_eps: float
+    weight_offset: bool
+    cast_after_weight: bool
+    norm_last: bool
+    keep_dtype: bool
+
+    def adjacent(self) -> NormRotation:
+        """With adjacent channels, and equal strides of `cos` and `sin`."""
+        arguments: list[Any] = [*map(adjacent, self[:4]), *with_equal_strides(self.cos, self.sin), *self[6:]]
+        return NormRotation(*arguments)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the rotation keeps the dtype."""
+        return self.keep_dtype or self.cos.dtype == self.q.dtype
+
+
+def launch_forward(outputs: tuple[Tensor, Tensor], *arguments: Any) -> None:
+    """Normalize and rotate, given a `NormRotation`."""
+    given = NormRotation(*arguments)
+    if given.q.numel() == 0:
         return
-    q_out, k_out = outputs
-    q, k, q_weight, k_weight = adjacent(q), adjacent(k), adjacent(q_weight), adjacent(k_weight)
-    cos, sin = with_equal_strides(cos, sin)
-    shape = q.shape
-    tiling, scalars, constants = _arguments_of(False, q, k, cos, sin, (q_eps, k_eps), q_out, k_out)
+    given = given.adjacent()
+    shape = given.q.shape
+    tiling, scalars, constants = _arguments_of(False, given, *outputs)
     _launch_forward(
         (shape[0] * shape[2], tiling.groups, 1),
-        (q, k, q_weight, k_weight, cos, sin, q_out, k_out),
+        (*given[:6], *outputs),
         (),
         scalars,
-        (weight_offset, cast_after_weight, norm_last, keep_dtype or cos.dtype == q.dtype, *constants),
+        (*given[8:11], given.keeps, *constants),
         tiling.warps,
     )
 
@@ -366,47 +380,36 @@ def launch_backward(
     gradients: tuple[Tensor | None, ...],
     dq_out: Tensor | None,
     dk_out: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_eps: float,
-    k_eps: float,
-    weight_offset: bool,
-    cast_after_weight: bool,
-    norm_last: bool,
-    keep_dtype: bool,
-    *needs: bool,
+    *arguments: Any,
 ) -> None:
     """Write the gradients of q and k, of both weights, or of all four."""
+    given = NormRotation(*arguments[:-4])
     dq, dk, dq_weight, dk_weight = gradients
-    if q.numel() == 0:
+    if given.q.numel() == 0:
         if dq_weight is not None and dk_weight is not None:
             dq_weight.zero_()
             dk_weight.zero_()
         return
-    dq_out = torch.zeros_like(q) if dq_out is None else adjacent(dq_out)
-    dk_out = torch.zeros_like(k) if dk_out is None else adjacent(dk_out)
-    q, k, q_weight, k_weight = adjacent(q), adjacent(k), adjacent(q_weight), adjacent(k_weight)
-    cos, sin = with_equal_strides(cos, sin)
+    dq_out = torch.zeros_like(given.q) if dq_out is None else adjacent(dq_out)
+    dk_out = torch.zeros_like(given.k) if dk_out is None else adjacent(dk_out)
+    given = given.adjacent()
+    q, k = given[:2]
     shape = q.shape
     written = (q if dq is None else dq, k if dk is None else dk)
-    tiling, scalars, constants = _arguments_of(True, q, k, cos, sin, (q_eps, k_eps), dq_out, dk_out, *written)
+    tiling, scalars, constants = _arguments_of(True, given, dq_out, dk_out, *written)
     programs = min(shape[0] * shape[2], sm_count(q.device) * tiling.programs)
     partial = None
     if dq_weight is not None:
         partial = q.new_empty((2, programs * tiling.groups, shape[3]), dtype=torch.float32)
     _launch_backward(
         (programs, tiling.groups, 1),
-        (dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, dq, dk, partial),
+        (dq_out, dk_out, *given[:6], dq, dk, partial),
         (),
         scalars,
         (
-            weight_offset,
-            norm_last,
-            keep_dtype or cos.dtype == q.dtype,
+            given.weight_offset,
+            given.norm_last,
+            given.keeps,
             *constants,
             dq is not None,
             partial is not None,
