@@ -256,12 +256,12 @@ def rotary_functions(module: ModuleView, rows: tuple[RotaryForm, ...]) -> Iterat
 
 def mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
     """Why the calls of a rotary function can't have a slot, or ""."""
+    if any(_has_trained_angles(module, method) for method in module.calls_by_method):
+        return "rotates by trained angles, and its kernels have no gradient for them"
     if form is None:
         return "rotates in another way than the reviewed forms"
     if form.per_pair == _EVERY_SECOND and not _one_angle_per_pair(module):
         return "may rotate two channels of a pair by different or learned angles"
-    if any(_has_trained_angles(module, method) for method in module.calls_by_method):
-        return "rotates by trained angles, and its kernels have no gradient for them"
     options = set() if form.per_pair or form.complex_angles else {"unsqueeze_dim"}
     calls = [call for calls in _calls(module, name, form).values() for call in calls]
     if not calls or not all(_takes(call, len(form.parameters), options) for call in calls):
