@@ -47,7 +47,12 @@ MEDIA = ROOT / "benchmarks" / "media.json"
 _STEP_COLUMNS: dict[str, tuple[str, ...]] = {
     "opslot": ("opslot",),
     "opslot + FP8": ("opslot + FP8",),
-    "opslot + torch.compile": ("opslot + torch.compile", "opslot + compiled layers", "opslot + CUDA graphs"),
+    "opslot + torch.compile": (
+        "opslot + torch.compile",
+        "opslot + compiled layers",
+        "opslot + CUDA graphs",
+        "opslot + layers as CUDA graphs",
+    ),
     "VeOmni": ("VeOmni",),
     "Liger-Kernel": ("Liger-Kernel", "Liger-Kernel + FlashAttention 4"),
     "Transformers": ("Transformers", "Transformers + FlashAttention 4"),

@@ -147,6 +147,15 @@ def test_implementations_include_every_model_of_a_baseline():
         "opslot + torch.compile",
         "opslot + compiled layers",
         "opslot + CUDA graphs",
+        "opslot + layers as CUDA graphs",
+        "opslot eager",
+    ]
+    on_cpu = implementations([], compiled=True, on_gpu=False)
+    assert on_cpu == [
+        "opslot",
+        "opslot + torch.compile",
+        "opslot + compiled layers",
+        "opslot + CUDA graphs",
         "opslot eager",
     ]
     assert implementations(["hf", "veomni"]) == ["opslot", "Transformers", "Transformers + FlashAttention 4", "VeOmni"]

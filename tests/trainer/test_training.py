@@ -280,7 +280,7 @@ def test_torchrun_with_one_process(settings, torchrun, tmp_path):
 
 def test_compile_compiles_each_layer(settings, tmp_path, monkeypatch):
     compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode: compiled.append(type(self).__name__))
     settings["train"] |= {"compile": True, "output_dir": str(tmp_path / "out"), "max_steps": 1}
     trainer = trainer_of(settings, tmp_path)
     trainer.train()

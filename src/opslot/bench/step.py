@@ -30,6 +30,7 @@ OWN_IMPLEMENTATIONS: dict[str, dict[str, str] | None] = {
     "opslot + torch.compile": {},
     "opslot + compiled layers": {},
     "opslot + CUDA graphs": {},
+    "opslot + layers as CUDA graphs": {},
     "opslot eager": None,
 }
 _COMPILED = ("torch.compile", "compiled layers", "CUDA graphs")
@@ -43,12 +44,14 @@ def known_implementations(baselines: Sequence[str]) -> list[str]:
     return [*OWN_IMPLEMENTATIONS, *(name for baseline in baselines for name in BASELINES[baseline].models)]
 
 
-def implementations(baselines: Sequence[str], compiled: bool = False) -> list[str]:
+def implementations(baselines: Sequence[str], compiled: bool = False, on_gpu: bool = True) -> list[str]:
     """Those that are timed where none is named: without FP8, and with torch.compile only if `compiled`.
 
     Without Transformers among them, opslot with everything eager is what losses are compared with.
     """
     left_out = {"opslot + FP8", "opslot eager" if "hf" in baselines else ""}
+    if not on_gpu:
+        left_out.add("opslot + layers as CUDA graphs")
     names = known_implementations(baselines)
     return [name for name in names if name not in left_out and (compiled or not name.endswith(_COMPILED))]
 
@@ -67,7 +70,8 @@ def compare_steps(
         All rows so far, ordered by model, after each of them.
     """
     rows: dict[str, list[StepRow]] = {name: [] for name in models}
-    for implementation in options.implementations or implementations(options.baselines, options.compile):
+    on_gpu = torch.device(options.device).type == "cuda"
+    for implementation in options.implementations or implementations(options.baselines, options.compile, on_gpu):
         with tempfile.TemporaryDirectory() as folder:
             for name, found in _run(models, implementation, options, Path(folder), lr=_LR, report=report):
                 losses = found.pop("losses", None)

@@ -78,6 +78,8 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
     optimizer, kernels = adamw_of(model), str(opslot.explain(model))
     if name.endswith("torch.compile"):
         model.compile()
+    elif name.endswith("layers as CUDA graphs"):
+        model = opslot.parallelize(model, cuda_graphs=True)
     elif name.endswith("CUDA graphs"):
         model.compile(mode="reduce-overhead")
     elif name.endswith("compiled layers"):

@@ -53,6 +53,7 @@ def shard_model(
     activation_checkpointing: CheckpointingMode | bool = False,
     activation_offload: bool = False,
     compile: bool = False,
+    compile_mode: str | None = None,
     cpu_offload: bool = False,
     reshard_after_forward: bool | None = None,
     prefetch: int = 1,
@@ -85,6 +86,7 @@ def shard_model(
         activation_checkpointing: none, full or selective; see `opslot.distributed.activations`. True is full.
         activation_offload: keep the inputs of checkpointed layers in host memory.
         compile: run each layer through torch.compile; layers of one class share its graphs.
+        compile_mode: `mode` of torch.compile.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them; default
             True, but not for a model whose gathered parameters take at most 10 % of the GPU's memory.
@@ -123,7 +125,7 @@ def shard_model(
     if compile:
         # Before FSDP, whose hooks stay outside of the graphs.
         for layer in _find_layers(model, layers):
-            layer.compile()
+            layer.compile(mode=compile_mode)
     experts = plan.apply(model, state) if plan is not None else []
     if is_sharded:
         options = {

@@ -21,8 +21,13 @@ from opslot.distributed.mixed_precision import has_copies
 from opslot.models._adapters.experts import mark_adapted_experts, with_expert_adapters
 from opslot.models._adapters.linear import fuse_linear_adapters
 from opslot.models._adapters.quantized_experts import with_quantized_experts
+from opslot.models._cuda_graphs import prepare_cuda_graphs
 from opslot.models._multimodal.conditional import add_zero_of_skipped_modules, transformers_model
-from opslot.models._multimodal.host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
+from opslot.models._multimodal.host_inputs import (
+    keep_inputs_from_fsdp,
+    map_inputs_of_compiled_layers,
+    reads_host_inputs,
+)
 from opslot.models._multimodal.modalities import alias_outputs, find_towers
 from opslot.models._registry import architecture_of
 from opslot.models._sequence.ulysses import prepare_ulysses, with_ulysses
@@ -42,6 +47,7 @@ def parallelize(
     plan: ParallelPlan | None = None,
     ulysses_pipeline: int = 1,
     ulysses_overlap: bool = False,
+    cuda_graphs: bool = False,
     **options: Any,
 ) -> Any:
     """Parallelize `model` in place over the device mesh of `state`: Ulysses over sp, experts over ep, data over dp.
@@ -60,6 +66,9 @@ def parallelize(
         ulysses_pipeline: chunks that a rank's heads are exchanged in; see `ulysses_attention`.
         ulysses_overlap: start the all-to-all of query, key and value each while the next one is projected; the same
             numbers, bit for bit where sp does not make it repeat key/value heads. Excludes a pipeline.
+        cuda_graphs: run each layer through torch.compile and replay it as CUDA graphs, for small models and short
+            batches, whose steps wait for the host; without FSDP2, sp, ep and activation checkpointing. A forward pass
+            overwrites what the last one returned, and no backward pass of that one may follow.
         options: of `opslot.distributed.shard_model`: data_parallel_mode (FSDP2, or all parameters on each rank),
             param_dtype, reduce_dtype, activation_checkpointing, compile, load, cpu_offload, ...
 
@@ -83,6 +92,9 @@ def parallelize(
     state = state or get_parallel_state()
     plan = plan or parallel_plan(model)
     is_sharded = needs_fsdp(model, state, **{name: options[name] for name in MODE_OPTIONS if name in options})
+    if cuda_graphs:
+        _check_cuda_graphs(model, state, is_sharded, options)
+        options |= {"compile": True, "compile_mode": "reduce-overhead"}
     head = _separate_head(model) if is_sharded else None
     if (bound := binding_of(model)) is not None:
         root, binding = bound
@@ -121,12 +133,32 @@ def parallelize(
     if is_sharded:
         keep_inputs_from_fsdp(model)
     map_inputs_of_compiled_layers(model)
+    if cuda_graphs:
+        prepare_cuda_graphs(model)
     if towers is not None:
         add_zero_of_skipped_modules(model)
         towers.run_on_every_rank(model)
     if is_sharded:
         alias_outputs(model)
     return model
+
+
+def _check_cuda_graphs(model: Any, state: ParallelState, is_sharded: bool, options: dict[str, Any]) -> None:
+    device = next(model.parameters()).device
+    device = state.device if device.type == "meta" else device
+    problems = {
+        f"graphs replay on a GPU, and the model is on {device}": device.type != "cuda",
+        "the parameters of FSDP2 move": is_sharded,
+        f"they cannot hold the collectives of sp={state.sp} and ep={state.ep}": state.sp > 1 or state.ep > 1,
+        "layers that are computed again in backward free the graphs' inputs": options.get("activation_checkpointing")
+        not in (None, False, "none"),
+        "each image or audio has another shape": reads_host_inputs(model),
+    }
+    found = next((problem for problem, is_given in problems.items() if is_given), None)
+    if found is not None:
+        raise ConfigError(
+            "cuda_graphs: layers cannot be replayed as CUDA graphs", found=found, hint="set compile instead"
+        )
 
 
 def _parallel_binding(root: Any, binding: Binding, state: ParallelState, pipeline: int, overlap: bool) -> Binding:

@@ -78,6 +78,7 @@ def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState
         "activation_checkpointing": train.activation_checkpointing,
         "activation_offload": train.activation_offload,
         "compile": train.compile,
+        "cuda_graphs": train.cuda_graphs,
         "ulysses_overlap": fsdp.ulysses_overlap,
     }
     if config.lora.r is not None or any(parameter.is_meta for parameter in model.parameters()):

@@ -19,7 +19,7 @@ from opslot.trainer.config import LoraConfig, ModelConfig, RunConfig, TrainConfi
 from opslot.trainer.optimizer_settings import check_optimizer
 from opslot.trainer.output_folder import check_output
 from opslot.trainer.output_lock import OutputLock
-from opslot.trainer.parallel_settings import check_data_parallel_mode, is_sharded
+from opslot.trainer.parallel_settings import check_cuda_graphs, check_data_parallel_mode, is_sharded
 
 # NumPy seeds have 32 bits, and each rank adds its number.
 _SEEDS = 2**31
@@ -387,6 +387,8 @@ def _check_processes(config: RunConfig, problems: list[str]) -> None:
     processes, sizes = launched_world_size(), (train.fsdp.dp_replicate, train.sp_size, train.ep_size)
     if min(sizes) < 1:
         return
+    if train.cuda_graphs:
+        check_cuda_graphs(config, problems)
     if processes == 1:
         for name, size in {"sp_size": train.sp_size, "ep_size": train.ep_size, "fsdp.dp_replicate": sizes[0]}.items():
             if size > 1:
