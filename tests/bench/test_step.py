@@ -116,7 +116,7 @@ def test_images_and_audio_are_packed_for_opslot_and_not_for_transformers(tmp_pat
 def test_implementation_that_fails_has_a_row_and_others_run(moe_config_folder, monkeypatch, forked):
     model = json.loads((moe_config_folder / "config.json").read_text())
     broken = {**model, "hidden_size": "wide"}
-    monkeypatch.setattr("opslot.bench.step.implementations", lambda baselines, compiled: ["opslot", "Transformers"])
+    monkeypatch.setattr("opslot.bench.step.implementations", lambda *_: ["opslot", "Transformers"])
     lines = []
     *_, rows = compare_steps({"tiny": broken}, OPTIONS, lines.append)
     assert [(r.model, r.implementation) for r in rows] == [("tiny", "opslot"), ("tiny", "Transformers")]
@@ -129,7 +129,7 @@ def test_models_after_one_that_fails_are_measured(moe_config_folder, monkeypatch
     """The process of an implementation ends at a failure; another one measures the models after it."""
     model = json.loads((moe_config_folder / "config.json").read_text())
     models = {"first": model, "broken": {**model, "hidden_size": "wide"}, "third": model, "fourth": model}
-    monkeypatch.setattr("opslot.bench.step.implementations", lambda baselines, compiled: ["opslot"])
+    monkeypatch.setattr("opslot.bench.step.implementations", lambda *_: ["opslot"])
     *_, rows = compare_steps(models, OPTIONS, [].append)
     assert [(row.model, bool(row.error)) for row in rows] == [
         ("first", False),

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from opslot._base.device import best_device
 from opslot._base.errors import ConfigError
 from opslot.bench.baselines import BASELINES, baseline_of
 from opslot.bench.options import BenchOptions
@@ -70,7 +71,7 @@ def compare_steps(
         All rows so far, ordered by model, after each of them.
     """
     rows: dict[str, list[StepRow]] = {name: [] for name in models}
-    on_gpu = torch.device(options.device).type == "cuda"
+    on_gpu = (options.device or best_device().type).startswith("cuda")
     for implementation in options.implementations or implementations(options.baselines, options.compile, on_gpu):
         with tempfile.TemporaryDirectory() as folder:
             for name, found in _run(models, implementation, options, Path(folder), lr=_LR, report=report):
