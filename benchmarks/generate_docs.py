@@ -80,6 +80,7 @@ _MODEL_LABELS = {
     "qwen3_8b_width_fp8": "Qwen3-8B width, another run",
     "qwen3_0.6b": "Qwen3-0.6B, whole",
     "qwen3_0.6b_1x2048": "Qwen3-0.6B, whole, 1 x 2,048",
+    "qwen3_0.6b_graphs": "Qwen3-0.6B, whole, another run",
     "qwen3_0.6b_1x2048_graphs": "Qwen3-0.6B, whole, 1 x 2,048, another run",
     "qwen3_8b": "Qwen3-8B, whole",
     "llama3.1_8b_width": "Llama-3.1-8B width",
