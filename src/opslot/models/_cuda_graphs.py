@@ -40,12 +40,19 @@ def _begin_step(model: nn.Module, args: Any) -> None:
 
 
 def _with_static_documents(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def call(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        length = hidden_states.shape[1]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        states = next((x for x in (*args, *kwargs.values()) if _is_hidden_states(x)), None)
+        if states is None:
+            return compiled(*args, **kwargs)
+        length = states.shape[1]
         args = tuple([_static_layout(x, length) for x in args])
-        return compiled(hidden_states, *args, **{name: _static(name, x, length) for name, x in kwargs.items()})
+        return compiled(*args, **{name: _static(name, x, length) for name, x in kwargs.items()})
 
     return call
+
+
+def _is_hidden_states(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2
 
 
 def _static(name: str, x: Any, length: int) -> Any:
