@@ -1,5 +1,6 @@
 """Images and videos shared over sequence-parallel ranks: each rank's encoder runs on a part of them."""
 
+import functools
 from itertools import pairwise
 
 import pytest
@@ -77,6 +78,29 @@ def test_features_must_follow_from_patches(name, expected):
     """
     holder = feature_module(random_model(tiny_config(name)))
     assert can_share_images(holder, "get_image_features") is expected
+
+
+def test_images_that_attend_to_each_other_are_not_shared(monkeypatch):
+    """As in MiniMax-M3 up to Transformers 5.17: ranks that shared them computed other gradients of the encoder."""
+    holder = feature_module(random_model(tiny_config("qwen3_vl")))
+    original = type(holder).get_image_features
+
+    @functools.wraps(original)
+    def joined(*args, **kwargs):
+        outputs = original(*args, **kwargs)
+        mean = torch.cat(outputs.pooler_output).mean()
+        outputs.pooler_output = tuple(image + mean for image in outputs.pooler_output)
+        return outputs
+
+    assert can_share_images(holder, "get_image_features")
+    monkeypatch.setattr(type(holder), "get_image_features", joined)
+    other = feature_module(random_model(tiny_config("qwen3_vl")))
+    assert not can_share_images(other, "get_image_features")
+
+
+@pytest.mark.parametrize("name", ["blip-2", "llama4"])
+def test_images_with_nested_or_internal_outputs_are_shared(name):
+    assert can_share_images(feature_module(random_model(tiny_config(name))), "get_image_features")
 
 
 def test_each_rank_computes_a_part(ranks):

@@ -83,9 +83,11 @@ class _Images:
 
 
 def can_share_images(holder: Any, method: str) -> bool:
-    """Whether all outputs of `method` of `holder` are of images, with as many features for each patch of any image.
+    """Whether all outputs of `method` of `holder` are of images, with as many features for each patch of any image, and
+    the same beside other images.
 
-    HunYuan-VL has others at the ends of rows and images, and Ovis2 returns embeddings of tokens too.
+    HunYuan-VL has others at the ends of rows and images, and Ovis2 returns embeddings of tokens too. In MiniMax-M3
+    images attend to each other up to Transformers 5.17.
     """
 
     def find() -> bool:
@@ -100,7 +102,14 @@ def can_share_images(holder: Any, method: str) -> bool:
         if len(shares) > 1 or 0 in shares:
             return False
         one, two = (_sizes(probe, [_SIZES[method][0]] * count) for count in (1, 2))
-        return two == {name: 2 * size for name, size in one.items()}
+        if two != {name: 2 * size for name, size in one.items()}:
+            return False
+        drawn = _random_inputs(probe, [_SIZES[method][0]] * 2)
+        if drawn is None:
+            return False
+        inputs, images = drawn
+        parts = [_outputs(probe, {**inputs, **images.part(i, i + 1)}) for i in range(len(images.patches))]
+        return _are_close(_outputs(probe, inputs), [torch.cat(part) for part in zip(*parts, strict=True)])
 
     return find_once(holder, f"images shared by {method}", find)
 
@@ -119,23 +128,34 @@ def can_share_frames(holder: Any, method: str) -> bool:
 
     def find() -> bool:
         probe = Probe(holder, method)
-        inputs = visual_inputs(probe.model, method, [(2, 1, 3)])
-        images = _images(inputs) if inputs is not None else None
-        if inputs is None or images is None or images.grid is None:
+        drawn = _random_inputs(probe, [(2, 1, 3)])
+        if drawn is None or drawn[1].grid is None:
             return False
-        generator = torch.Generator().manual_seed(0)
-        for parameter in probe.model.parameters():
-            # Embeddings of time may be initialized to zero.
-            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
-        pixels = next(name for name in inputs if name.startswith("pixel_values"))
-        inputs[pixels] = torch.randn(inputs[pixels].shape, generator=generator)
-        frames = replace(images, tensors={**images.tensors, pixels: inputs[pixels]}).frames()
-        whole, apart = (_outputs(probe, used) for used in (inputs, {**inputs, **frames.tensors}))
-        if not whole or [x.shape for x in whole] != [x.shape for x in apart]:
-            return False
-        return all((a - b).abs().max() <= _ROUNDING * a.abs().max() for a, b in zip(whole, apart, strict=True))
+        inputs, images = drawn
+        return _are_close(_outputs(probe, inputs), _outputs(probe, {**inputs, **images.frames().tensors}))
 
     return find_once(holder, f"frames shared by {method}", find)
+
+
+def _random_inputs(probe: Probe, sizes: Sequence[Size]) -> tuple[dict[str, Any], _Images] | None:
+    """Inputs with random pixels, for weights with noise; None where the method does not take them."""
+    inputs = visual_inputs(probe.model, probe.method, sizes)
+    images = _images(inputs) if inputs is not None else None
+    if inputs is None or images is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    # Without dropout.
+    for parameter in probe.model.eval().parameters():
+        # Embeddings of time may be initialized to zero.
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    pixels = {n: torch.randn(x.shape, generator=generator) for n, x in images.tensors.items() if x.is_floating_point()}
+    return {**inputs, **pixels}, replace(images, tensors={**images.tensors, **pixels})
+
+
+def _are_close(whole: Sequence[Tensor], apart: Sequence[Tensor]) -> bool:
+    if not whole or [x.shape for x in whole] != [x.shape for x in apart]:
+        return False
+    return all((a - b).abs().max() <= _ROUNDING * a.abs().max() for a, b in zip(whole, apart, strict=True))
 
 
 def _outputs(probe: Probe, inputs: Mapping[str, Any]) -> list[Tensor]:
@@ -146,11 +166,17 @@ def _outputs(probe: Probe, inputs: Mapping[str, Any]) -> list[Tensor]:
     # The code of any model.
     except Exception:
         return []
-    read = outputs if isinstance(outputs, Mapping) else {"": outputs}
-    values = [value for name, value in read.items() if name not in INTERNAL_STATES]
-    pooled = pooled_features(outputs)
-    found = [[x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)] for value in [*values, pooled]]
-    return [torch.cat([x.flatten(0, -2) for x in parts]) for parts in found if parts]
+    # Llama 4 has no other output than the last hidden state.
+    found = [*_read(outputs), *_read(pooled_features(outputs))]
+    return found or _read(getattr(outputs, "last_hidden_state", None))
+
+
+def _read(outputs: Any) -> list[Tensor]:
+    """The tensors in outputs without internal states; of a sequence, which has one for each image, they are joined."""
+    if isinstance(outputs, Mapping):
+        return [x for name, value in outputs.items() if name not in INTERNAL_STATES for x in _read(value)]
+    parts = [x.flatten(0, -2) for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+    return [torch.cat(parts)] if parts else []
 
 
 def share_images(
