@@ -23,9 +23,10 @@ from tests.processors import write_checkpoint
 from tests.trainer.test_processors import QUICK, SLOW, kinds_of
 
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
-# Without a chat template, with inputs for the answers, and with features that are counted with the model's code.
-OTHER = ("phi4_multimodal", "paligemma", "hunyuan_vl")
-ONE_AUDIO = ("glmasr", "qwen3_asr")
+# Without a chat template, with inputs for the answers, with features that are counted with the model's code, and with
+# an apply_chat_template that takes no image.
+OTHER = ("phi4_multimodal", "paligemma", "hunyuan_vl", "got_ocr2")
+ONE_AUDIO = ("audioflamingo3", "glmasr", "musicflamingo", "omniasr", "qwen3_asr")
 # Arguments of get_rope_index that processors name differently.
 ALIASES = {"second_per_grids": "video_second_per_grid", "audio_seqlens": "feature_attention_mask"}
 
