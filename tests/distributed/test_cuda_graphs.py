@@ -108,6 +108,14 @@ def test_padded_boundaries():
     assert pad_boundaries(torch.arange(32, dtype=torch.int32)).tolist() == list(range(32))
 
 
+def test_documents_of_a_module_that_runs_once_for_each_raise(monkeypatch):
+    monkeypatch.setattr("opslot.models.parallelize._check_cuda_graphs", lambda *_: None)
+    monkeypatch.setattr("opslot.models._cuda_graphs.modules_by_document", lambda model: iter([("layers.0", model)]))
+    model = opslot.parallelize(tiny.build("qwen3"), cuda_graphs=True)
+    with pytest.raises(ConfigError, match="runs once for each document"):
+        model(**batch_of(0, "cpu"))
+
+
 def test_cuda_graphs_on_a_cpu_raise():
     with pytest.raises(ConfigError, match="the model is on cpu"):
         opslot.parallelize(tiny.build("qwen3"), cuda_graphs=True)

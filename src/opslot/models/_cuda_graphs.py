@@ -6,15 +6,18 @@ again for other shapes and other integers, so the documents of a packed batch ar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from opslot._base.errors import ConfigError
 from opslot._base.tensor_cache import TensorCache
 from opslot.distributed.mixed_precision import has_copies
 from opslot.ops.attention.masks import Layout
+from opslot.slots.protocol import modules_by_document
 
 _FEWEST_BOUNDARIES = 16
 # The tensors of a batch: the boundaries of queries and of keys, and those of the masks.
@@ -23,14 +26,25 @@ _padded: TensorCache[Tensor] = TensorCache(8)
 
 def prepare_cuda_graphs(model: nn.Module) -> None:
     """Prepare a model whose layers are compiled with mode="reduce-overhead"; each forward pass begins a step."""
-    model.register_forward_pre_hook(_begin_step)
+    by_document = next((path for path, _ in modules_by_document(model)), None)
+    model.register_forward_pre_hook(functools.partial(_begin_step, by_document), with_kwargs=True)
     for layer in model.modules():
         if layer._compiled_call_impl is not None:
             layer._compiled_call_impl = _with_static_documents(layer._compiled_call_impl)
 
 
-def _begin_step(model: nn.Module, args: Any) -> None:
-    """Mark the memory of the last step's graphs as free, after what is needed of it has moved."""
+def _begin_step(by_document: str | None, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Mark the memory of the last step's graphs as free, after what is needed of it has moved.
+
+    Raises:
+        ConfigError: packed documents for a model with a module that runs once for each of them.
+    """
+    if by_document is not None and kwargs.get("cu_seq_lens_q") is not None:
+        raise ConfigError(
+            "cuda_graphs: packed documents need a graph for each of their lengths",
+            found=f"{by_document} runs once for each document",
+            hint="set packing off, or compile instead of cuda_graphs",
+        )
     if torch.is_grad_enabled() and not has_copies(model):
         for parameter in model.parameters():
             if parameter.grad is not None:
