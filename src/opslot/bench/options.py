@@ -61,7 +61,7 @@ class BenchOptions:
     compile: bool = _option(
         False,
         "also time training steps with model.compile(), also in mode reduce-overhead, and with "
-        "opslot.parallelize(model, compile=True)",
+        "opslot.parallelize(model, compile=True), and on a GPU also with cuda_graphs=True",
         STEPS,
     )
     curve: int | None = _option(

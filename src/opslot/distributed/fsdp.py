@@ -32,9 +32,9 @@ from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
 DataParallelMode = Literal["auto", "ddp", "fsdp2"]
-# What `needs_fsdp` depends on.
 # Gathered parameters that a forward pass keeps for its backward pass, of the GPU's memory.
 _KEPT = 0.1
+# What `needs_fsdp` depends on.
 MODE_OPTIONS = ("data_parallel_mode", "param_dtype", "cpu_offload", "reshard_after_forward", "copy_engine")
 _REDUCTIONS = "_fsdp_reductions"
 
