@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 import opslot
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
-from opslot.verify.bisect import Float64Mode, Selections, _Expected, loss_and_gradients
+from opslot.verify.bisect import Float64Mode, Selections, _Expected, bisect, loss_and_gradients
 from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config
 
@@ -175,3 +175,11 @@ def test_runs_in_16_bits_select_the_experts_of_the_float64_run():
     first = expected.compare(model, batch, {})[0]
     assert first.error == first.eager_error
     assert not _Expected.of(model.float(), batch).selected
+
+
+def test_routing_of_replaced_experts_is_not_counted_twice():
+    """Llama 4's experts are replaced with their caller, which then finds the selected experts again."""
+    model = random_model(tiny_config("llama4_text")).eval().to(torch.bfloat16)
+    opslot.apply(model, "auto")
+    ids = random_ids(model.config)
+    assert bisect(model, {"input_ids": ids, "labels": ids}).ok

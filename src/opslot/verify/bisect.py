@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, KernelError
+from opslot.ops.attention.bits import select
+from opslot.ops.attention.reference import pack_bits
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, bound_config, explain
 from opslot.slots.bind import require_module
 from opslot.verify.parity import DRAWS, EAGER_FACTOR, Comparison, mean_of, nearest
@@ -94,7 +96,7 @@ def bisect(
     Everything runs on copies of the model in evaluation mode, one of them in float64.
 
     In 16 bits, a rounding may route a token to another expert, whose gradients are then others'. There, all runs select
-    the experts (and keys of sparse attention) that the float64 run selects by `topk`.
+    the experts and the keys of sparse attention that the float64 run selects by `topk`.
 
     Args:
         model: one with slots (generated, or after `opslot.apply`), on the device where it will run.
@@ -261,13 +263,14 @@ def _by_slot(suspect: Suspect) -> Iterable[Suspect]:
 
 
 class Selections(TorchFunctionMode):
-    """Makes each call of `topk` select given indices: those of the same call of another run.
+    """Makes each call of `topk` select given indices: those of the same call of another run. So does each selection of
+    keys as bits, which replaces a `topk` of Transformers' sparse attention.
 
     Args:
         given: by call; a call without any, or of another shape, selects by itself.
 
     Attributes:
-        made: indices of each call.
+        made: indices, or bits, of each call.
     """
 
     def __init__(self, given: Sequence[Tensor] = ()) -> None:
@@ -277,15 +280,26 @@ class Selections(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
-        if function not in (torch.topk, Tensor.topk):
+        if function not in (torch.topk, Tensor.topk, select):
             return found
         number = len(self.made)
-        self.made.append(found.indices)
+        self.made.append(found if function is select else found.indices)
         given = self.given[number] if number < len(self.given) else None
-        if given is None or given.shape != found.indices.shape:
+        if given is None:
             return found
-        scores, dim = args[0], args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
+        scores = args[0]
+        if function is select:
+            rows = scores.shape[:2].numel()
+            return found if given.shape[:-1].numel() != rows else _bits_of(given.view(*scores.shape[:2], -1), scores)
+        if given.shape != found.indices.shape:
+            return found
+        dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
         return torch.return_types.topk((scores.gather(dim, given), given))
+
+
+def _bits_of(keys: Tensor, scores: Tensor) -> Tensor:
+    """What `select` returns where it selects `keys` [B, S, top], without those whose score is -inf."""
+    return pack_bits(torch.zeros_like(scores, dtype=torch.bool).scatter(-1, keys, True) & (scores > float("-inf")))
 
 
 class Float64Mode(TorchFunctionMode):

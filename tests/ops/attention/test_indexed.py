@@ -19,8 +19,8 @@ from opslot.ops.attention.sdpa import sdpa
 from opslot.ops.attention.triton import attention
 from opslot.ops.attention.visible import Visible
 from opslot.ops.indexer_scores.op import standard as eager_scores
-from opslot.verify import check_architecture
-from opslot.verify.random_model import random_model
+from opslot.verify import bisect, check_architecture
+from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config
 from tests.ops.attention.models import assert_close, results
 
@@ -234,6 +234,15 @@ def test_generation_equals_transformers(arch):
     mask[1, :4] = 0
     wanted, got = (m.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for m in (original, model))
     assert torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("arch", ["deepseek_v32", pytest.param("minimax_m3_vl_text", marks=pytest.mark.slow)])
+def test_bisect_in_16_bits_compares_the_same_selected_keys(arch):
+    model = tiny(arch).bfloat16()
+    opslot.apply(model, {"preset": "eager", "attn_implementation": "triton"})
+    ids = random_ids(model.config)
+    found = bisect(model, {"input_ids": ids, "labels": ids})
+    assert found.ok, str(found)
 
 
 def test_implementation_for_other_attention_names_those_for_this_one():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from opslot.ops._common.custom_op import launch_op
 from opslot.ops._common.specs import runs_triton
@@ -88,7 +89,14 @@ def eager_select(scores: Tensor, top: int) -> Tensor:
     return pack_bits(chosen & (scores > float("-inf")))
 
 
-select = launch_op("select_keys(Tensor scores, SymInt top) -> Tensor", _allocate_bits, _run_select)
+_select = launch_op("select_keys(Tensor scores, SymInt top) -> Tensor", _allocate_bits, _run_select)
+
+
+def select(scores: Tensor, top: int) -> Tensor:
+    """`eager_select`, with Triton where it runs; calls go through `TorchFunctionMode`s, as those of `topk`."""
+    if has_torch_function_unary(scores):
+        return handle_torch_function(select, (scores,), scores, top)
+    return _select(scores, top)
 
 
 def _allocate_expanded(pool_bits: Tensor, pools: Tensor, seen: Tensor, tail: Tensor | None) -> Tensor:

@@ -101,6 +101,7 @@ def _fused(call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     width = value.shape[-1]
     # Fused backends require adjacent channels.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
     if query.is_cpu and width != query.shape[-1]:
         # The CPU's fused attention requires equal head sizes of queries and values (DeepSeek's differ).
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
