@@ -6,7 +6,7 @@ from typing import Any
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.attention.op import OP
 from opslot.ops.attention.options import options_of
-from opslot.ops.attention.widths import padded_widths
+from opslot.ops.attention.widths import padded_widths, widest_head
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, Requirement
 
 Supports = Callable[[KernelRequest], str | None]
@@ -20,6 +20,10 @@ def _head_dim_to_256(request: KernelRequest) -> str | None:
 def _head_dim_to_512(request: KernelRequest) -> str | None:
     widest = max((max(widths) for widths in options_of(request).widths), default=0)
     return None if widest <= 512 else f"supports head_dim up to 512, this model has {widest}"
+
+
+def _head_dims_of_triton(request: KernelRequest) -> str | None:
+    return _head_dim_to_512(request) if widest_head(request.dtype) == 512 else _head_dim_to_256(request)
 
 
 def _head_dim_from_16(request: KernelRequest) -> str | None:
@@ -108,6 +112,11 @@ def _triton_priority(request: KernelRequest) -> int:
     return 75 if options.windows or getattr(request.config, "sliding_window", None) is not None else 60
 
 
+def _flash_4_priority(request: KernelRequest) -> int:
+    """Below triton with a softcap, with which its backward takes no packed documents."""
+    return 80 if options_of(request).softcap is None else 50
+
+
 def _sparse_priority(request: KernelRequest) -> int | None:
     """Of compressed and selected keys; not measured in float32."""
     return 80 if request.dtype in HALF_FLOATS else None
@@ -174,7 +183,7 @@ add_gpu_kernel(
 # The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
 _flash(2, ("flash_attn_2_cuda",), (8, 0), _head_dim_to_256, _no_sinks)
 _flash(3, ("flash_attn_interface",), (9, 0), _head_dim_to_256, _no_sinks, _no_dropout)
-_flash(4, _FLASH_4, (9, 0), _head_dims_of_flash_4, _no_dropout, priority={H200: 80})
+_flash(4, _FLASH_4, (9, 0), _head_dims_of_flash_4, _no_dropout, priority={H200: _flash_4_priority})
 add_gpu_kernel(
     OP,
     "flash_attention_4_or_triton",
@@ -191,7 +200,7 @@ add_triton_kernel(
     OP,
     _OF_ALL_KEYS,
     factory="triton:attention",
-    supports=_all_of(_head_dim_to_256, _no_dropout),
+    supports=_all_of(_head_dims_of_triton, _no_dropout),
     priority={H200: _triton_priority},
     description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
 )
@@ -199,7 +208,7 @@ add_triton_kernel(
     OP,
     ["indexed"],
     factory="triton:attention",
-    supports=_all_of(_head_dim_to_256, _no_dropout),
+    supports=_all_of(_head_dims_of_triton, _no_dropout),
     # 128 heads of 192 and 128 in bf16 on an H200, 2048 of 8192 keys: 9.5 ms forward and 38.9 ms with backward, where
     # SDPA with a mask takes 14.2 and 82.3; at 16384 tokens 42.4 and 160, SDPA 59.7 and 341.
     priority={H200: _sparse_priority},
@@ -221,7 +230,7 @@ add_triton_kernel(
     _OF_ALL_KEYS,
     name="batch_invariant",
     factory="batch_invariant:attention",
-    supports=_all_of(_head_dim_to_256, _no_dropout),
+    supports=_all_of(_head_dims_of_triton, _no_dropout),
     description="triton, with results that do not depend on the other documents",
 )
 add_kernel(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ def make_flash(version: int) -> Callable[..., Any]:
         options = _options(version, call)
         _, query, key, value, attention_mask, *_, kwargs = call
         sinks = kwargs.get("s_aux")
+        packed = kwargs.get("cu_seq_lens_q") is not None
+        if version == 4 and (packed or attention_mask is not None):
+            _reject_softcap(query, kwargs)
         q, k, v = _pad_heads(version, *(x.transpose(1, 2) for x in (query, key, value)))
 
         def run(function: Callable[..., Any], *args: Any, **bounds: Any) -> Tensor:
@@ -41,7 +44,7 @@ def make_flash(version: int) -> Callable[..., Any]:
                 return _sunk(attended, logsumexp, sinks)
             return out[0] if isinstance(out, tuple) else out
 
-        if kwargs.get("cu_seq_lens_q") is not None:
+        if packed:
             out = _packed(f"flash_attention_{version}", functools.partial(run, varlen), q, k, v, kwargs)
         elif attention_mask is not None:
             out = _padded(functools.partial(run, varlen), q, k, v, attention_mask)
@@ -51,6 +54,16 @@ def make_flash(version: int) -> Callable[..., Any]:
 
     flash.mask_function = flash_attention_mask  # type: ignore[attr-defined]
     return flash
+
+
+def _reject_softcap(query: Tensor, kwargs: Mapping[str, Any]) -> None:
+    """Raise for what the library's backward asserts."""
+    if kwargs.get("softcap") is not None and torch.is_grad_enabled() and query.requires_grad:
+        raise KernelError(
+            "attn_implementation='flash_attention_4' has no softcap in the backward pass of packed or padded samples",
+            found=f"softcap {kwargs['softcap']}",
+            hint="use triton or flex_attention",
+        )
 
 
 def _options(version: int, call: AttentionCall) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _attend(call: _Call, given: AttentionCall) -> Tensor:
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None or attention_mask is None:
         window = window_of(key, causal, kwargs)
-        if query.is_cuda and query.dtype in _HALF and (cu_seqlens is not None or window is not None):
+        if (cu_seqlens is not None or window is not None) and _packs_keys(query, value):
             return _varlen(call, given, causal, window)
         if cu_seqlens is not None and window is None and not torch.compiler.is_compiling():
             return _documents_loop(call, query, key, value, cu_seqlens, causal)
@@ -89,8 +89,8 @@ def _attend(call: _Call, given: AttentionCall) -> Tensor:
         attention_mask = visible(module, query, key, kwargs) if cu_seqlens is not None or window or not square else None
     causal = query.shape[2] > 1 and attention_mask is None and causal
     groups = query.shape[1] // key.shape[1]
-    # On CUDA only flash and cuDNN support grouped heads, and flash supports neither a mask nor fp32.
-    if groups > 1 and query.is_cuda and (attention_mask is not None or query.dtype not in _HALF):
+    # On CUDA only flash and cuDNN support grouped heads, and flash supports neither a mask nor fp32 nor wide heads.
+    if groups > 1 and query.is_cuda and (attention_mask is not None or not _packs_keys(query, value)):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return _fused(call, query, key, value, attention_mask, causal).transpose(1, 2).contiguous()
 
@@ -132,7 +132,7 @@ def _fused(call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
                 f"{tuple(query.shape)} {query.dtype} with key {tuple(key.shape)} on "
                 f"{query.device.type}, and the math backend is never used silently",
                 found=reasons,
-                hint=f"use eager{' or flex_attention' if query.is_cuda else ''}"
+                hint=f"use {'triton, flex_attention or ' if query.is_cuda else ''}eager"
                 + (", or set attention_dropout to 0" if dropout else ""),
             ) from error
 
@@ -156,12 +156,6 @@ def _varlen(call: _Call, given: AttentionCall, causal: bool, window: int | None)
     """All documents (without `cu_seq_lens_q`: all rows) in one launch of torch's variable-length flash kernel."""
     _, query, key, value, *_, kwargs = given
     width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
-    if width > _WIDEST:
-        raise KernelError(
-            f"attn_implementation={call.name!r}: packed documents and sliding windows require "
-            f"head sizes up to {_WIDEST}, query has {query.shape[-1]} and value {value_width}",
-            hint="use eager or flex_attention",
-        )
     scaling = query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
     batch, _, length, _ = query.shape
     bounds = _bounds(call.name, query, key, kwargs)

@@ -31,6 +31,7 @@ from opslot.ops.attention.kernels.forward import launch_forward
 from opslot.ops.attention.kernels.intervals import intervals
 from opslot.ops.attention.kernels.selected_tiles import lists_of, tiles_with_bits, transpose_bits
 from opslot.ops.attention.reference import causal_of, reject_options
+from opslot.ops.attention.widths import widest_head
 
 _LOG2E = math.log2(math.e)
 
@@ -118,9 +119,11 @@ def _check(name: str, call: AttentionCall) -> None:
         if x.dtype not in FLOATS or x.dtype != query.dtype:
             found = unsupported_dtype(x.dtype) if x.dtype == query.dtype else f"it is {x.dtype}, query {query.dtype}"
             reject(kernel, argument, found, "load the model in one of these dtypes, or use eager")
+    widest = widest_head(query.dtype)
     for argument, width in (("query", query.shape[-1]), ("value", value.shape[-1])):
-        if width > 256:
-            reject(kernel, argument, f"its head size is {width}, supported are sizes up to 256", "use sdpa or eager")
+        if width > widest:
+            found = f"its head size is {width}, supported in {query.dtype} are sizes up to {widest}"
+            reject(kernel, argument, found, "use sdpa or eager")
     if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         found = f"its shape is {tuple(key.shape)} beside query's {tuple(query.shape)}"
         reject(kernel, "key", found, "expand it, or use eager")
@@ -206,6 +209,7 @@ _PLANS = {
     (2, 128): Plan(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), (Tile(32, 64, 4, 2),)),
     (2, 192): Plan(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), (Tile(32, 64, 4, 1),)),
     (2, 256): Plan(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), (Tile(32, 64, 8, 1),) * 2),
+    (2, 512): Plan(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),) * 2),
     (4, 64): Plan(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), (Tile(32, 32, 4, 2),)),
     (4, 128): Plan(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), (Tile(32, 32, 4, 1),)),
     (4, 192): Plan(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
@@ -218,6 +222,7 @@ _H200_PLANS = _PLANS | {
     (2, 128): Plan(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), (Tile(32, 64, 4, 3),)),
     (2, 192): Plan(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), (Tile(32, 128, 8, 3),)),
     (2, 256): Plan(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), (Tile(32, 128, 8, 3), Tile(64, 128, 8, 2))),
+    (2, 512): Plan(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), (Tile(32, 64, 8, 1),) * 2),
 }
 # Windows shorter than a few tiles.
 _NARROW = 256
@@ -238,7 +243,7 @@ def plan(
         narrow: for a window of few keys.
         selected: for keys that are given as bits.
     """
-    key = element_bytes, next(size for size in (64, 128, 192, 256) if width <= size)
+    key = element_bytes, next(size for size in (64, 128, 192, 256, 512) if width <= size)
     if capability != H200:
         return _PLANS[key]
     if selected:

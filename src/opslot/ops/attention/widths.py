@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 # (queries and keys, values) for FlashAttention 4, measured on an H200: correct outputs and gradients, causal, with
 # window and softcap. Others (40, 48, 72, 80, 112) give wrong gradients or do not compile.
 _FLASH_4 = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -20,3 +22,8 @@ def padded_widths(version: int, width: int, value_width: int, *, grouped: bool =
         return next(((q, v) for q, v in sizes if width <= q and value_width <= v), None)
     widest = max(width, value_width)
     return (widest, widest) if widest <= _LIMIT else None
+
+
+def widest_head(dtype: torch.dtype | None) -> int:
+    """The largest head size of `triton`: tiles of larger ones, or of these in float32, exceed the shared memory."""
+    return 256 if dtype == torch.float32 else 512
