@@ -40,7 +40,7 @@ def batch_of(step, device, scale=1):
 
 
 def train(name, device, options, dtype=torch.float32, steps=6, scale=1, evaluated=(), **changes):
-    """Losses and gradient norms of steps of two micro batches."""
+    """Losses and gradient norms of steps of three micro batches."""
     model = tiny.build(name, "auto" if device == "cuda" else "eager", 0.05, device, **changes).to(device, dtype)
     opslot.parallelize(model, get_parallel_state(), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -50,8 +50,8 @@ def train(name, device, options, dtype=torch.float32, steps=6, scale=1, evaluate
             with torch.no_grad():
                 found.append(model(**batch_of(100 + step, device, scale)).loss.item())
         loss = 0.0
-        for micro_batch in range(2):
-            output = model(**batch_of(2 * step + micro_batch, device, scale))
+        for micro_batch in range(3):
+            output = model(**batch_of(3 * step + micro_batch, device, scale))
             output.loss.backward()
             loss += output.loss.item()
         found += [loss, clip_grad_norm_(model.parameters(), 1.0).item()]
@@ -124,4 +124,4 @@ def test_cuda_graphs_on_a_cpu_raise():
 @pytest.mark.gpu
 def test_cuda_graphs_of_recomputed_layers_raise():
     with pytest.raises(ConfigError, match="computed again in backward"):
-        opslot.parallelize(tiny.build("qwen3", device="cuda"), cuda_graphs=True, activation_checkpointing="full")
+        opslot.parallelize(tiny.build("qwen3").to("cuda"), cuda_graphs=True, activation_checkpointing="full")

@@ -27,14 +27,21 @@ _padded: TensorCache[Tensor] = TensorCache(8)
 def prepare_cuda_graphs(model: nn.Module) -> None:
     """Prepare a model whose layers are compiled with mode="reduce-overhead"; each forward pass begins a step."""
     by_document = next((path for path, _ in modules_by_document(model)), None)
-    model.register_forward_pre_hook(functools.partial(_begin_step, by_document), with_kwargs=True)
+    copies: dict[nn.Parameter, int] = {}
+    model.register_forward_pre_hook(functools.partial(_begin_step, by_document, copies), with_kwargs=True)
     for layer in model.modules():
         if layer._compiled_call_impl is not None:
             layer._compiled_call_impl = _with_static_documents(layer._compiled_call_impl)
 
 
-def _begin_step(by_document: str | None, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _begin_step(
+    by_document: str | None, copies: dict[nn.Parameter, int], model: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> None:
     """Mark the memory of the last step's graphs as free, after what is needed of it has moved.
+
+    Args:
+        by_document: a module that runs once for each document.
+        copies: addresses of the gradients that have moved.
 
     Raises:
         ConfigError: packed documents for a model with a module that runs once for each of them.
@@ -47,9 +54,10 @@ def _begin_step(by_document: str | None, model: nn.Module, args: Any, kwargs: di
         )
     if torch.is_grad_enabled() and not has_copies(model):
         for parameter in model.parameters():
-            if parameter.grad is not None:
-                # Of an earlier micro batch, in a graph's memory.
+            # Of an earlier micro batch: the first one's is in a graph's memory, and later ones are added to its copy.
+            if parameter.grad is not None and parameter.grad.data_ptr() != copies.get(parameter):
                 parameter.grad = parameter.grad.clone()
+                copies[parameter] = parameter.grad.data_ptr()
     torch.compiler.cudagraph_mark_step_begin()
 
 
