@@ -1,5 +1,6 @@
 """attention: each option of a call is computed correctly or raises, and SDPA never runs its math backend."""
 
+import dataclasses
 import types
 
 import pytest
@@ -13,6 +14,7 @@ from opslot._base.tensor_cache import TensorCache
 from opslot.ops import attention
 from opslot.ops.attention import op
 from opslot.ops.attention.reference import visible
+from opslot.ops.attention.sdpa import sdpa
 from opslot.slots import KernelRequest, Resolution, SlotBinding
 from tests.ops.attention.inputs import OPTIONS, Attention, documents, tensors
 
@@ -268,6 +270,42 @@ def test_unsupported_configs_are_reported_when_bound(given, kernel, reason):
     assert reason in found
     with pytest.raises(ConfigError, match=f"attn_implementation='{kernel}'"):
         KERNEL_REGISTRY.resolve(wanted, kernel)
+
+
+@pytest.mark.parametrize(("softcap", "fastest"), [(None, "flash_attention_4"), (50.0, "triton")])
+def test_softcap_on_an_h200_selects_a_kernel_that_packs(softcap, fastest):
+    given = request(HOPPER, head_dim=128, **({} if softcap is None else {"attn_logit_softcapping": softcap}))
+    specs = (KERNEL_REGISTRY.get("attention", "causal", name) for name in ("flash_attention_4", "triton"))
+    assert max(specs, key=lambda spec: spec.priority_for(given).value).name == fastest
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"), [(torch.bfloat16, None), (torch.float32, "up to 256, this model has 512")]
+)
+def test_head_sizes_of_triton(dtype, reason):
+    given = dataclasses.replace(request(HOPPER, head_dim=512), dtype=dtype)
+    found = KERNEL_REGISTRY.get("attention", "causal", "triton").unsupported(given)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["bias", "transposed bias", "heads of 512", "packed heads of 512"])
+def test_sdpa_on_a_gpu_takes(form):
+    width = 512 if "512" in form else 64
+    q, k, v = (torch.randn(1, h, 24, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+    mask = (
+        torch.randn(1, 24, 24, 4, device="cuda", dtype=torch.bfloat16).permute(0, 3, 1, 2) if "bias" in form else None
+    )
+    mask = mask.contiguous() if form == "bias" else mask
+    cu_seqlens = torch.tensor([0, 9, 24], dtype=torch.int32, device="cuda")
+    options = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens} if "packed" in form else {}
+    options |= {"scaling": 0.1}
+    found, _ = sdpa(Attention(), q, k, v, mask, **options)
+    expected, _ = op.reference(
+        Attention(), *(x.double() for x in (q, k, v)), None if mask is None else mask.double(), **options
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
+    found.sum().backward()
 
 
 WIDTHS = {

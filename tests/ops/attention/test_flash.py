@@ -89,6 +89,19 @@ def test_flash_passes_every_option_on(flash, options):
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("form", ["packed", "padded"])
+def test_flash_attention_4_with_softcap_has_no_backward_of_documents(flash, form):
+    q, k, v = (x.requires_grad_() for x in tensors(dtype=torch.bfloat16))
+    mask = torch.ones(2, 24, dtype=torch.int64) if form == "padded" else None
+    options = {"scaling": 0.25, "softcap": 2.0} | (documents(20, 4, 24) if form == "packed" else {})
+    with pytest.raises(KernelError, match=r"(?s)'flash_attention_4' has no softcap in the backward.*hint: use triton"):
+        flash[1](4)(Attention(), q, k, v, mask, **options)
+    flash[1](2)(Attention(), q, k, v, mask, **options)
+    with torch.no_grad():
+        flash[1](4)(Attention(), q, k, v, mask, **options)
+    flash[1](4)(Attention(), q, k, v, None, scaling=0.25, softcap=2.0)
+
+
 @pytest.mark.parametrize(
     ("length", "width", "given", "expected"),
     [
