@@ -119,27 +119,19 @@ class UpstreamModule:
         return self.text.splitlines(keepends=True)
 
     @cached_property
-    def _found(self) -> dict[str, Definition | None]:
-        return {}
+    def definitions(self) -> dict[str, Definition]:
+        """Classes, their methods as `Class.method`, and functions, by name; the last one wins, as it does in Python."""
+        found: dict[str, Definition] = {}
+        for statement in self.tree.body:
+            if isinstance(statement, Definition):
+                found[statement.name] = statement
+                inside = statement.body if isinstance(statement, ast.ClassDef) else []
+                found |= {f"{statement.name}.{child.name}": child for child in inside if isinstance(child, Definition)}
+        return found
 
     def find(self, name: str) -> Definition | None:
-        """The definition called `name`, `Class` or `Class.method`; the last one wins, as it does in Python."""
-        if name not in self._found:
-            self._found[name] = self._find(name)
-        return self._found[name]
-
-    def _find(self, name: str) -> Definition | None:
-        found: Definition | None = None
-        scope: list[ast.stmt] = self.tree.body
-        for part in name.split("."):
-            found = None
-            for statement in scope:
-                if isinstance(statement, Definition) and statement.name == part:
-                    found = statement
-            if found is None:
-                return None
-            scope = found.body
-        return found
+        """The definition called `name`."""
+        return self.definitions.get(name)
 
     def symbol(self, name: str) -> Symbol | None:
         """The text of a definition; None if the module has no such definition."""
@@ -161,21 +153,9 @@ class UpstreamModule:
 
     def missing(self, name: str) -> str:
         """The message for a symbol that the module does not have, with the nearest names."""
-        close = difflib.get_close_matches(name, self.symbol_names, n=5, cutoff=0.4)
+        close = difflib.get_close_matches(name, self.definitions, n=5, cutoff=0.4)
         hint = f"; similar names: {', '.join(close)}" if close else ""
         return f"it has no {name}{hint}"
-
-    @cached_property
-    def symbol_names(self) -> list[str]:
-        """Every class, method and function of the module."""
-        names = []
-        for statement in self.tree.body:
-            if isinstance(statement, Definition):
-                names.append(statement.name)
-                if isinstance(statement, ast.ClassDef):
-                    methods = (child for child in statement.body if isinstance(child, Definition))
-                    names.extend(f"{statement.name}.{method.name}" for method in methods)
-        return names
 
 
 @lru_cache(maxsize=2048)

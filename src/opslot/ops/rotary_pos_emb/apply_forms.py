@@ -249,7 +249,7 @@ class RotaryFunctions:
 
 def rotary_functions(module: ModuleView, rows: tuple[RotaryForm, ...]) -> Iterator[tuple[str, RotaryForm | None]]:
     """The rotary functions of a module with their forms, None for others than the reviewed ones."""
-    for name in module.upstream.symbol_names:
+    for name in module.upstream.definitions:
         if re.fullmatch(r"apply_\w*rotary\w*", name):
             yield name, next((row for row in rows if row.matches(module, name)), None)
 
