@@ -16,7 +16,7 @@ from typing import Protocol
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Slot
 from opslot.patchgen.fingerprint import fingerprint
-from opslot.patchgen.source import UpstreamModule, nodes_below
+from opslot.patchgen.source import UpstreamModule, find_nodes
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,6 @@ class ModuleView:
 
         (definition,) = cst.parse_module(_dedented(self.text(symbol))).body
         return len(find_matches(compile_pattern(pattern), definition))
-
-    @cached_property
-    def nodes(self) -> tuple[ast.AST, ...]:
-        """Every node of the module."""
-        return nodes_below(self.tree)
 
     @cached_property
     def names(self) -> set[str]:
@@ -297,7 +292,7 @@ class FunctionForms:
 
 def names_in(node: ast.AST) -> set[str]:
     """The plain names in a tree."""
-    return {found.id for found in nodes_below(node) if isinstance(found, ast.Name)}
+    return {name.id for name in find_nodes(ast.Name, node)}
 
 
 def skip_callers(
@@ -322,9 +317,7 @@ def skip_callers(
 
 
 def _named_calls(node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    for call in nodes_below(node):
-        if not isinstance(call, ast.Call):
-            continue
+    for call in find_nodes(ast.Call, node):
         function = call.func
         if isinstance(function, ast.Name):
             yield function.id, call

@@ -9,7 +9,7 @@ from functools import lru_cache
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Anchored, ClassAttribute, TakeKeywords
 from opslot.patchgen.forms import ModuleView, names_in
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.source import find_nodes
 
 # Set on classes that `by_document` runs, which take the boundaries of documents whatever their forward takes.
 _BY_DOCUMENT = "_opslot_by_document"
@@ -59,8 +59,8 @@ def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
         if constructor is None or forward is None:
             continue
         lists = _lists_of(module, constructor, owner)
-        for node in nodes_below(constructor):
-            if isinstance(node, ast.Assign) and (_makes(module, node.value, owner) or lists & names_in(node.value)):
+        for node in find_nodes(ast.Assign, constructor):
+            if _makes(module, node.value, owner) or lists & names_in(node.value):
                 called = _names_of(forward, ast.unparse(node.targets[0]))
                 found += [(f"{name}.forward", call) for call in _calls_of(forward, called)]
     return found
@@ -69,32 +69,30 @@ def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
 def _lists_of(module: ModuleView, constructor: ast.AST, owner: str) -> set[str]:
     """The local lists to which a constructor appends instances of a class."""
     return {
-        node.func.value.id
-        for node in nodes_below(constructor)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "append"
-        and isinstance(node.func.value, ast.Name)
-        and any(_makes(module, argument, owner) for argument in node.args)
+        call.func.value.id
+        for call in find_nodes(ast.Call, constructor)
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr == "append"
+        and isinstance(call.func.value, ast.Name)
+        and any(_makes(module, argument, owner) for argument in call.args)
     }
 
 
 def _makes(module: ModuleView, value: ast.expr, owner: str) -> bool:
     """Whether an expression calls a class, or what it takes from a table of classes with it."""
     made = {owner, *(name for name, classes in module.tables.items() if owner in classes)}
-    calls = (node.func for node in nodes_below(value) if isinstance(node, ast.Call))
+    calls = (call.func for call in find_nodes(ast.Call, value))
     return any(ast.unparse(f.value if isinstance(f, ast.Subscript) else f) in made for f in calls)
 
 
 def _names_of(forward: ast.AST, attribute: str) -> set[str]:
     """What a method calls the modules of an attribute: the attribute, and variables of loops over it."""
-    loops = (node for node in nodes_below(forward) if isinstance(node, ast.For) and attribute in ast.unparse(node.iter))
-    targets = {name.id for loop in loops for name in nodes_below(loop.target) if isinstance(name, ast.Name)}
-    return {attribute, *targets}
+    loops = (node for node in find_nodes(ast.For, forward) if attribute in ast.unparse(node.iter))
+    return {attribute}.union(*(names_in(loop.target) for loop in loops))
 
 
 def _calls_of(forward: ast.AST, names: set[str]) -> list[ast.Call]:
-    return [node for node in nodes_below(forward) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+    return [call for call in find_nodes(ast.Call, forward) if ast.unparse(call.func) in names]
 
 
 def documents_reach(module: ModuleView, owner: str) -> bool:
@@ -167,7 +165,7 @@ def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, t
         classes = "".join(f"{name}, " for name in takers)
         given = f"documents_for({ast.unparse(call.func)}, ({classes}), {kwargs})"
     passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
-    count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
+    count = sum(ast.unparse(call) == text for call in find_nodes(ast.Call, definition))
     patch.replace(method, text, ast.unparse(passed).replace("_PASSED", given), count=count)
     add_imports(patch)
 
@@ -184,7 +182,7 @@ def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: 
     if passed != [text]:
         return False
     if not any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits):
-        count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
+        count = sum(ast.unparse(call) == text for call in find_nodes(ast.Call, definition))
         patch.replace(method, text, f"cu_seqlens_in({kwargs})", count=count)
         add_imports(patch)
     return True
@@ -194,10 +192,8 @@ def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:
     """Whether the class that a method's class assigns to the attribute it calls takes any keyword argument."""
     owner = method.partition(".")[0]
     target = ast.unparse(call.func)
-    constructor = module.upstream.find(f"{owner}.__init__")
-    assigned = nodes_below(constructor) if constructor is not None else ()
-    for node in assigned:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == target and isinstance(node.value, ast.Call):
+    for node in find_nodes(ast.Assign, module.upstream.find(f"{owner}.__init__")):
+        if ast.unparse(node.targets[0]) == target and isinstance(node.value, ast.Call):
             forward = module.upstream.find(f"{ast.unparse(node.value.func)}.forward")
             return isinstance(forward, ast.FunctionDef) and forward.args.kwarg is not None
     return False

@@ -9,16 +9,18 @@ import importlib.util
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from opslot._base.errors import PatchError
 
 PACKAGE = "transformers"
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
+_Node = TypeVar("_Node", bound=ast.AST)
 
 # Architectures in the folder of another one, or in one of several.
 _FOLDERS = {
@@ -170,6 +172,11 @@ def nodes_below(root: ast.AST) -> tuple[ast.AST, ...]:
             elif isinstance(value, ast.AST) and name != "ctx":
                 nodes.append(value)
     return tuple(nodes)
+
+
+def find_nodes(kind: type[_Node], *roots: ast.AST | None) -> Iterator[_Node]:
+    """The nodes of a kind among those of `nodes_below`; none where there is no root."""
+    return (node for root in roots if root is not None for node in nodes_below(root) if isinstance(node, kind))
 
 
 def installed_release() -> Release:

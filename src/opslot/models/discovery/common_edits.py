@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from opslot.models.discovery.sequences import calls_to_give_positions, methods_that_pad
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.source import find_nodes
 from opslot.slots.protocol import UPSTREAM_GLOBALS
 
 # Heads that Transformers' `Generic<head>` mixins implement.
@@ -44,7 +44,7 @@ def _define_globals(patch: PatchConfig, module: ModuleView) -> None:
     Before 5.15, Mamba's constructors assign the functions of mamba_ssm, and whether there are any. `apply` copies the
     values that upstream's module has.
     """
-    declared = {name for node in module.nodes if isinstance(node, ast.Global) for name in node.names}
+    declared = {name for node in find_nodes(ast.Global, module.tree) for name in node.names}
     names = sorted(declared - {node.id for top in module.tree.body for node in _assigned(top)})
     if names:
         patch.add_final_block(
@@ -91,9 +91,7 @@ def _select_frequencies_per_document(patch: PatchConfig, module: ModuleView) -> 
 def _assigned(statement: ast.stmt) -> Iterator[ast.Name]:
     """The names that a statement of a module assigns, outside of functions and classes."""
     if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        for node in nodes_below(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node
+        yield from (node for node in find_nodes(ast.Name, statement) if isinstance(node.ctx, ast.Store))
 
 
 def _record_outputs(patch: PatchConfig) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView
+from opslot.patchgen.source import find_nodes
 
 _SLOT = Slot("unbind_qkv", "standard")
 # Of a tensor [S, 3, heads, D], and of [..., 3, heads, D].
@@ -33,9 +34,8 @@ def _unpacks(definition: ast.AST, count: int) -> bool:
     """Whether each of the `count` results of `unbind` is assigned to such names."""
     unpacked = [
         node
-        for node in ast.walk(definition)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
+        for node in find_nodes(ast.Assign, definition)
+        if isinstance(node.value, ast.Call)
         and isinstance(node.value.func, ast.Attribute)
         and node.value.func.attr == "unbind"
         and all(_initials(target) == ["q", "k", "v"] for target in node.targets)
