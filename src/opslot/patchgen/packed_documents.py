@@ -34,10 +34,9 @@ def bound_arguments(call: ast.Call, parameters: tuple[str, ...], ignored: tuple[
 
 def documents_of(module: ModuleView, method: str, call: ast.Call) -> str:
     """Source text of the boundaries of packed documents at a call, "None" where they do not reach the method."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
-    if definition.args.kwarg is not None:
-        return f"cu_seqlens_in({definition.args.kwarg.arg})"
+    kwargs = module.keywords(method)
+    if kwargs is not None:
+        return f"cu_seqlens_in({kwargs})"
     passed = next((keyword.value for keyword in call.keywords if keyword.arg == "seq_idx"), None)
     return "None" if passed is None else f'cu_seqlens_in({{"seq_idx": {ast.unparse(passed)}}})'
 
@@ -101,8 +100,7 @@ def documents_reach(module: ModuleView, owner: str) -> bool:
     if not callers:
         return _layers_get_keywords(module)
     for method, _ in callers:
-        definition = module.upstream.find(method)
-        if not isinstance(definition, ast.FunctionDef) or definition.args.kwarg is None:
+        if module.keywords(method) is None:
             return False
         if not _is_model(module, method) and not documents_reach(module, method.partition(".")[0]):
             return False
@@ -146,43 +144,38 @@ def _is_model(module: ModuleView, method: str) -> bool:
 def _takers(module: ModuleView, method: str, call: ast.Call) -> list[str]:
     """The classes that a call may be of and whose forward takes any keyword argument."""
     text = ast.unparse(call)
-    forwards = {name: module.upstream.find(forward) for name, forward in module.methods()}
-    takers = [n for n, f in forwards.items() if isinstance(f, ast.FunctionDef) and f.args.kwarg is not None]
+    takers = [name for name, forward in module.methods() if module.keywords(forward) is not None]
     return [n for n in takers if any((m, ast.unparse(c)) == (method, text) for m, c in callers_of(module, n))]
 
 
 def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, takers: list[str] | None = None) -> None:
     """Let a call pass the boundaries of documents; with `takers`, to modules of these classes alone."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
+    kwargs = module.keywords(method)
     text = ast.unparse(call)
     passed_already = any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits)
-    if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already:
+    if any(k.arg is None for k in call.keywords) or kwargs is None or passed_already:
         return
-    kwargs = definition.args.kwarg.arg
     given = f"documents_in({kwargs})"
     if takers is not None:
         classes = "".join(f"{name}, " for name in takers)
         given = f"documents_for({ast.unparse(call.func)}, ({classes}), {kwargs})"
     passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
-    count = sum(ast.unparse(call) == text for call in find_nodes(ast.Call, definition))
+    count = sum(ast.unparse(call) == text for call in find_nodes(ast.Call, module.function(method)))
     patch.replace(method, text, ast.unparse(passed).replace("_PASSED", given), count=count)
     add_imports(patch)
 
 
 def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> bool:
     """Let a call that passes only its seq_idx pass the boundaries of documents as it, and return whether it does."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
+    kwargs = module.keywords(method)
     passed = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "seq_idx"]
-    if definition.args.kwarg is None or any(keyword.arg is None for keyword in call.keywords):
+    if kwargs is None or any(keyword.arg is None for keyword in call.keywords):
         return False
-    kwargs = definition.args.kwarg.arg
     text = f"{kwargs}.get('seq_idx')"
     if passed != [text]:
         return False
     if not any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits):
-        count = sum(ast.unparse(call) == text for call in find_nodes(ast.Call, definition))
+        count = sum(ast.unparse(call) == text for call in find_nodes(ast.Call, module.function(method)))
         patch.replace(method, text, f"cu_seqlens_in({kwargs})", count=count)
         add_imports(patch)
     return True
@@ -194,8 +187,8 @@ def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:
     target = ast.unparse(call.func)
     for node in find_nodes(ast.Assign, module.upstream.find(f"{owner}.__init__")):
         if ast.unparse(node.targets[0]) == target and isinstance(node.value, ast.Call):
-            forward = module.upstream.find(f"{ast.unparse(node.value.func)}.forward")
-            return isinstance(forward, ast.FunctionDef) and forward.args.kwarg is not None
+            forward = f"{ast.unparse(node.value.func)}.forward"
+            return module.upstream.find(forward) is not None and module.keywords(forward) is not None
     return False
 
 
@@ -208,9 +201,7 @@ def add_imports(patch: PatchConfig, module: str = "", *names: str) -> None:
 
 def undecorated(module: ModuleView, patch: PatchConfig, function: str) -> str:
     """The name of upstream's function without decorators, which may replace it by another package's."""
-    definition = module.upstream.find(function)
-    assert isinstance(definition, ast.FunctionDef)
-    if not definition.decorator_list:
+    if not module.function(function).decorator_list:
         return function
     name = f"_opslot_{function}"
     patch.copy_undecorated(function, name)

@@ -74,17 +74,14 @@ def _separate_documents(patch: PatchConfig, module: ModuleView) -> None:
 
 def _first_statement(module: ModuleView, method: str) -> str:
     """Source text of a method's first statement after its docstring."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
+    definition = module.function(method)
     return ast.unparse(definition.body[1 if ast.get_docstring(definition) else 0])
 
 
 def _select_frequencies_per_document(patch: PatchConfig, module: ModuleView) -> None:
     """Let frequencies that depend on a length depend on that of each document, not of the longest one in a batch."""
     for _, forward in module.methods():
-        definition = module.upstream.find(forward)
-        decorators = definition.decorator_list if isinstance(definition, ast.FunctionDef) else ()
-        if "dynamic_rope_update" in map(ast.unparse, decorators):
+        if "dynamic_rope_update" in map(ast.unparse, module.function(forward).decorator_list):
             patch.decorate(forward, "opslot.ops.rotary_pos_emb.by_length", "per_document")
 
 

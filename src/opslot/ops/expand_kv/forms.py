@@ -73,8 +73,8 @@ class ExpandedKeys:
 
     def find(self, module: ModuleView) -> Iterator[Match]:
         for name, forward in module.methods():
-            definition = module.upstream.find(forward)
-            if ".expand(" in module.text(forward) and isinstance(definition, ast.FunctionDef):
+            if ".expand(" in module.text(forward):
+                definition = module.function(forward)
                 found = [each for each in _find_statements(definition.body) if _is_closed(definition, each)]
                 if len(found) == 1:
                     yield Match(name, _SLOT.op, _SLOT.variant, partial(_write_statements, forward, found[0]))

@@ -25,8 +25,7 @@ class UnboundProjections:
             if "unbind" not in module.text(forward):
                 continue
             found = {pattern: count for pattern in _PATTERNS if (count := module.count(forward, pattern))}
-            definition = module.upstream.find(forward)
-            if found and definition is not None and _unpacks(definition, sum(found.values())):
+            if found and _unpacks(module.function(forward), sum(found.values())):
                 yield Match(name, _SLOT.op, _SLOT.variant, partial(_write, forward, found))
 
 
@@ -62,8 +61,7 @@ class SlicedProjections:
 
     def find(self, module: ModuleView) -> Iterator[Match]:
         for name, forward in module.methods():
-            definition = module.upstream.find(forward)
-            if isinstance(definition, ast.FunctionDef) and (found := _slices(definition)):
+            if found := _slices(module.function(forward)):
                 yield Match(name, _SLICED.op, _SLICED.variant, partial(_write_slices, forward, found))
 
 
