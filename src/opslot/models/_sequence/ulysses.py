@@ -57,10 +57,12 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
             _is_inside(decoder, slot) and all(getattr(slot.resolution, name) == wanted[name] for name in wanted)
         )
 
-    binding = binding.with_wrapper(_EarlierTokens(), of("attention", variant=_COMPRESSED))
+    earlier = KernelWrapper("earlier tokens of all ranks", _on_earlier_tokens)
+    binding = binding.with_wrapper(earlier, of("attention", variant=_COMPRESSED))
+    name = "Ulysses" if pipeline == 1 else f"Ulysses in {pipeline} chunks"
     for explicit in (True, False):
-        is_attention = of("attention", explicit=explicit)
-        binding = binding.with_wrapper(_Ulysses(pipeline, explicit), functools.partial(_by_heads, is_attention))
+        heads = KernelWrapper(name, functools.partial(_on_some_heads, pipeline, explicit))
+        binding = binding.with_wrapper(heads, functools.partial(_by_heads, of("attention", explicit=explicit)))
     if pipeline > 1 and not any(_by_heads(of("attention"), slot) for slot in binding.slots):
         raise ConfigError(
             f"ulysses_pipeline={pipeline} has no effect on {type(model).__name__}, which has no attention whose heads "
@@ -128,51 +130,33 @@ def _is_inside(path: str, slot: SlotBinding) -> bool:
     return not path or slot.path == path or slot.path.startswith(f"{path}.")
 
 
-@dataclass(frozen=True)
-class _Ulysses:
-    """Wraps an attention kernel so that each rank computes some heads of global sequences.
+def _on_some_heads(pipeline: int, explicit: bool, attention: Any) -> Any:
+    """An attention kernel of which each rank computes some heads of global sequences.
 
-    Attributes:
+    Args:
         pipeline: chunks that a rank's heads are exchanged in.
         explicit: the user named the kernel, so that no other one serves the masks that it cannot apply.
     """
-
-    pipeline: int = 1
-    explicit: bool = True
-
-    @property
-    def name(self) -> str:
-        return "Ulysses" if self.pipeline == 1 else f"Ulysses in {self.pipeline} chunks"
-
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        attention: Any = kernel or reference
-        own = getattr(attention, "mask_function", sdpa_mask)
-        falls_back = not self.explicit and not masks.applies_any(own)
-        wrapped: Any = ulysses_attention(
-            masks.reads_layout(attention, dense if falls_back else None), pipeline=self.pipeline
-        )
-        name = getattr(attention, "__name__", "attention")
-        wrapped.mask_function = _MaskFunction(masks.mask_function(own, name, falls_back=falls_back), falls_back)
-        return wrapped
+    own = getattr(attention, "mask_function", sdpa_mask)
+    falls_back = not explicit and not masks.applies_any(own)
+    wrapped: Any = ulysses_attention(masks.reads_layout(attention, dense if falls_back else None), pipeline=pipeline)
+    name = getattr(attention, "__name__", "attention")
+    wrapped.mask_function = _MaskFunction(masks.mask_function(own, name, falls_back=falls_back), falls_back)
+    return wrapped
 
 
-@dataclass(frozen=True)
-class _EarlierTokens:
-    """Wraps an attention kernel that gets a rank's queries and the keys of these and of earlier tokens."""
+def _on_earlier_tokens(kernel: Any) -> Any:
+    """An attention kernel that gets a rank's queries and the keys of these and of earlier tokens."""
+    attention = masks.reads_layout(kernel)
 
-    name: str = "earlier tokens of all ranks"
+    # The attributes of a function of its own.
+    @functools.wraps(attention)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **kwargs)
 
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        attention: Any = masks.reads_layout(kernel or reference)
-
-        @functools.wraps(attention)
-        def attend(*args: Any, **kwargs: Any) -> Any:
-            return attention(*args, **kwargs)
-
-        # The attributes of a function of its own.
-        joined: Any = attend
-        joined.joins_shards, joined.mask_function = True, masks.local_mask_function
-        return joined
+    joined: Any = attend
+    joined.joins_shards, joined.mask_function = True, masks.local_mask_function
+    return joined
 
 
 @dataclass(frozen=True)
