@@ -60,7 +60,6 @@ else:
     weights = $weights
     index_scores = {kernel}({arguments})
 """
-_CALLS = "opslot.ops.attention.calls"
 _WEIGHTS_OF_HEADS = "self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * (self.n_heads**-0.5)"
 # Of Qwen4: without a slot, a loop over all queries.
 _SELECTS_POOLS = """\
@@ -81,8 +80,8 @@ _SELECTS_GATED_POOLS = f"""\
 if selects_bits(visible):
     if packed_states.shape[1] != seq_len:
         shown = packed_states[..., -1].bool()
-        visible = visible_where(
-            self.get_visible_tokens(valid_keys=shown, q_length=seq_len, current_length=current_length)
+        visible = Visible(
+            None, self.get_visible_tokens(valid_keys=shown, q_length=seq_len, current_length=current_length)
         )
     packed_states = keys_of_all_ranks(packed_states, visible)
     pools = pools_of(visible, packed_states.shape[1], self.index_kpool)
@@ -124,14 +123,14 @@ class _Selection:
         variant: of the slot.
         inserted: statements that call the slot, before the statement at their beginning.
         replaced: statements, and what replaces them.
-        imports: what these call.
+        imports: what these call, by module.
     """
 
     hashes: Mapping[str, str]
     variant: str
     inserted: tuple[tuple[str, str], ...]
     replaced: tuple[tuple[str, str], ...]
-    imports: tuple[str, ...]
+    imports: Mapping[str, tuple[str, ...]]
 
     def matches(self, module: ModuleView, name: str) -> bool:
         return all(module.fingerprint(f"{name}.{method}") == hash_ for method, hash_ in self.hashes.items())
@@ -144,7 +143,11 @@ _SELECTIONS = (
         "standard",
         (("visible_token_indices = $mask", _SELECTS_POOLS),),
         (),
-        ("dense_mask", "keys_of_all_ranks", "pools_of", "select_pools", "selects_bits", "visible_by_mask"),
+        {
+            "opslot.ops.attention.calls": ("dense_mask", "selects_bits", "visible_by_mask"),
+            "opslot.ops.attention.indexed": ("keys_of_all_ranks",),
+            "opslot.ops.attention.pools": ("pools_of", "select_pools"),
+        },
     ),
     # glm5_next
     _Selection(
@@ -163,7 +166,12 @@ _SELECTIONS = (
             ("valid_keys = packed_states[..., -1].bool()", _SELECTS_GATED_POOLS),
         ),
         ((_STATEMENTS["pool_keys", _SCALE], _SCORES_ALONE.replace("{arguments}", f"q, pool_keys, weights, {_SCALE}")),),
-        ("keys_of_all_ranks", "mask_of", "pools_of", "select_pools", "selects_bits", "visible_where"),
+        {
+            "opslot.ops.attention.calls": ("mask_of", "selects_bits"),
+            "opslot.ops.attention.indexed": ("keys_of_all_ranks",),
+            "opslot.ops.attention.pools": ("pools_of", "select_pools"),
+            "opslot.ops.attention.visible": ("Visible",),
+        },
     ),
     # minimax_m3_vl
     _Selection(
@@ -171,7 +179,10 @@ _SELECTIONS = (
         "block_max",
         (("k_len = idx_k.shape[2]", _SELECTS_BLOCKS),),
         ((_BLOCK_SCORES, _BLOCK_SCORES_BY_KERNEL),),
-        ("blocks_before", "select_blocks", "selects_bits"),
+        {
+            "opslot.ops.attention.calls": ("selects_bits",),
+            "opslot.ops.attention.pools": ("blocks_before", "select_blocks"),
+        },
     ),
 )
 
@@ -227,7 +238,8 @@ class _Write:
         replacement = text.format(kernel=_KERNEL, arguments=f"q, {keys}, weights, {factor}")
         patch.replace(f"{self.name}.forward", _STATEMENTS[self.statements], replacement, slot=_SLOT)
         if self.selects:
-            patch.add_import(_CALLS, ["select_keys", "selects_bits"])
+            patch.add_import("opslot.ops.attention.calls", ["selects_bits"])
+            patch.add_import("opslot.ops.attention.indexed", ["select_keys"])
 
 
 @dataclass(frozen=True)
@@ -243,7 +255,8 @@ class _WriteSelection:
         for pattern, text in (*inserted, *self.selection.replaced):
             declared = slot if "{kernel}" in text else None
             patch.replace(forward, pattern, text.replace("{kernel}", _KERNEL), slot=declared)
-        patch.add_import(_CALLS, self.selection.imports)
+        for module, names in self.selection.imports.items():
+            patch.add_import(module, names)
 
 
 FORMS = (
