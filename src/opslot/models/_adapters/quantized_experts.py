@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,14 +65,11 @@ def with_quantized_experts(binding: Binding, root: nn.Module) -> Binding:
     )
 
 
+@dataclass(eq=False)
 class _Dequantized:
     """A kernel of experts that gets dequantized weights."""
 
-    def __init__(self, kernel: Callable[..., Any]) -> None:
-        self.kernel = kernel
-
-    def __repr__(self) -> str:
-        return f"<dequantized for {self.kernel!r}>"
+    kernel: Callable[..., Any]
 
     @torch.compiler.disable
     def __call__(self, *arguments: Any) -> Tensor:

@@ -249,11 +249,11 @@ def _check_recurrences(model: Any, state: ParallelState) -> None:
             kv_repeats(heads, getattr(module, "n_groups", heads), state.sp, SCAN_HEADS)
 
 
+@dataclass(eq=False)
 class _OverGlobalSequences:
     """A load-balancing loss over global sequences; each rank's router has the logits of its shard."""
 
-    def __init__(self, kernel: Callable[..., Tensor]) -> None:
-        self.kernel = kernel
+    kernel: Callable[..., Tensor]
 
     def __call__(
         self,
@@ -365,15 +365,12 @@ def _gather_cos_sin(module: nn.Module, args: Any, output: tuple[Tensor, Tensor])
     return tuple(gather_outputs(x, 1) for x in output)
 
 
+@dataclass(eq=False)
 class _OverlappedRotary:
     """A rotary embedding of queries and keys whose all-to-all has not finished."""
 
-    def __init__(self, kernel: Callable[..., Any], all_to_all: OverlappedAllToAll) -> None:
-        self.kernel = kernel
-        self.all_to_all = all_to_all
+    kernel: Callable[..., Any]
+    all_to_all: OverlappedAllToAll
 
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return self.kernel(self.all_to_all.wait("query", query), self.all_to_all.wait("key", key), cos, sin)
-
-    def __repr__(self) -> str:
-        return f"<overlapped {self.kernel!r}>"
