@@ -277,12 +277,3 @@ def _serve(architecture: Architecture, model_type: str) -> None:
                 hint="correct `architectures` in config.json",
             )
         return found
-
-    if model_type in MODEL_CONFIG_REGISTRY:
-        return
-
-    @MODEL_CONFIG_REGISTRY.register(model_type)
-    def config() -> type:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        return CONFIG_MAPPING[model_type]
