@@ -122,8 +122,6 @@ def _generated(name: str) -> ModuleType:
 ARCHITECTURES: dict[str, Architecture] = {}
 """Architectures that a package or the user registered."""
 
-_discovered: dict[str, Architecture | None] = {}
-
 
 def find_architecture(name: str) -> Architecture | None:
     """The architecture of a folder under `transformers/models`: registered, or with slots that discovery finds.
@@ -131,13 +129,10 @@ def find_architecture(name: str) -> Architecture | None:
     None if there is neither.
     """
     _load_entry_points()
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    if name not in _discovered:
-        _discovered[name] = _discover(name)
-    return _discovered[name]
+    return ARCHITECTURES.get(name) or _discover(name)
 
 
+@cache
 def _discover(name: str) -> Architecture | None:
     try:
         materialize(name)
