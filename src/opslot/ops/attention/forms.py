@@ -101,8 +101,6 @@ kwargs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
 attention_mask = None
 """
 
-_CALLS = "opslot.ops.attention.calls"
-
 
 @dataclass(frozen=True)
 class Attention:
@@ -126,44 +124,40 @@ class Attention:
             if reason:
                 yield Skip(name, OP, reason)
             else:
-                slot, cross = Slot(OP, variant), _cross_calls(module, forward)
-                masks = tuple(_with_block_masks(module))
-                write = _Write(name, slot, eager, _options(module, forward), cross, masks, indexed)
-                yield Match(name, OP, variant, write)
+                yield self._match(module, name, forward, Slot(OP, variant), eager, indexed)
 
+    @staticmethod
+    def _match(
+        module: ModuleView,
+        name: str,
+        forward: str,
+        slot: Slot,
+        eager: str,
+        indexed: indexed_attention.IndexedForm | None,
+    ) -> Match:
+        """The attention of class `name`; of its text, only calls that may be cross attention change."""
+        options, cross, block_masks = (
+            _options(module, forward),
+            _cross_calls(module, forward),
+            _with_block_masks(module),
+        )
 
-@dataclass(frozen=True)
-class _Write:
-    """Declares the attention of class `name`; of its text, only calls that may be cross attention change.
+        def write(patch: PatchConfig) -> None:
+            if indexed is not None:
+                indexed.write(patch, name)
+            patch.slot_config([name], slot, depends=[eager])
+            patch.set_attribute(name, ATTENTION_OPTIONS, (slot.variant, options))
+            for method in block_masks:
+                patch.replace(method, _NO_MASK, _IMAGE_BOUNDARIES)
+            if cross is None:
+                return
+            condition, calls = cross
+            for call, count in calls.items():
+                marked = f"{call.removesuffix(')')}, **cross_attention_argument(self.config, {condition}))"
+                patch.replace(forward, call, marked, count=count)
+            patch.add_import("opslot.ops.attention.calls", ["cross_attention_argument"])
 
-    Attributes:
-        cross: those calls, and how often each is in the text; after the condition under which it is cross attention.
-        block_masks: the methods that do not pass the boundaries of images.
-        indexed: how it attends to the keys that an indexer selects; None where it has none.
-    """
-
-    name: str
-    slot: Slot
-    eager: str
-    options: dict[str, str]
-    cross: tuple[str, Counter[str]] | None
-    block_masks: tuple[str, ...]
-    indexed: indexed_attention.IndexedForm | None
-
-    def __call__(self, patch: PatchConfig) -> None:
-        if self.indexed is not None:
-            self.indexed.write(patch, self.name)
-        patch.slot_config([self.name], self.slot, depends=[self.eager])
-        patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
-        for method in self.block_masks:
-            patch.replace(method, _NO_MASK, _IMAGE_BOUNDARIES)
-        if self.cross is None:
-            return
-        condition, calls = self.cross
-        for call, count in calls.items():
-            marked = f"{call.removesuffix(')')}, **cross_attention_argument(self.config, {condition}))"
-            patch.replace(f"{self.name}.forward", call, marked, count=count)
-        patch.add_import(_CALLS, ["cross_attention_argument"])
+        return Match(name, OP, slot.variant, write)
 
 
 @dataclass(frozen=True)
@@ -214,8 +208,9 @@ def cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
     return [text for text in texts if "cu_seq_lens_q" in text or (blocks and text == _NO_MASK)]
 
 
-def _with_block_masks(module: ModuleView) -> Iterator[str]:
-    return (forward for _, forward in module.methods() if _NO_MASK in cu_seqlens_branches(module, forward))
+def _with_block_masks(module: ModuleView) -> list[str]:
+    """The methods that do not pass the boundaries of images."""
+    return [forward for _, forward in module.methods() if _NO_MASK in cu_seqlens_branches(module, forward)]
 
 
 def _asks_for_flash(test: ast.expr) -> bool:

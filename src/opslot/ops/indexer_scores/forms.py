@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
@@ -217,46 +218,33 @@ class IndexerScores:
         for name, _ in module.methods():
             found, selection = _statements(module, name), _selection(module, name)
             if selection is not None:
-                yield Match(name, OP, selection.variant, _WriteSelection(name, selection))
+                yield Match(name, OP, selection.variant, partial(_write_selection, name, selection))
             elif found is not None:
-                yield Match(name, OP, _SLOT.variant, _Write(name, found, selects_keys(module, name)))
+                yield Match(name, OP, _SLOT.variant, partial(_write, name, found, selects_keys(module, name)))
             elif name.endswith("Indexer") and _INLINE.search(module.text(f"{name}.forward")):
                 yield Skip(name, OP, "scores keys in another way than the reviewed forms")
 
 
-@dataclass(frozen=True)
-class _Write:
-    """Routes the statements of class `name` through the slot."""
-
-    name: str
-    statements: tuple[str, str]
-    selects: bool
-
-    def __call__(self, patch: PatchConfig) -> None:
-        keys, factor = self.statements
-        text = _WITH_KERNELS if self.selects else _SCORES_ALONE
-        replacement = text.format(kernel=_KERNEL, arguments=f"q, {keys}, weights, {factor}")
-        patch.replace(f"{self.name}.forward", _STATEMENTS[self.statements], replacement, slot=_SLOT)
-        if self.selects:
-            patch.add_import("opslot.ops.attention.calls", ["selects_bits"])
-            patch.add_import("opslot.ops.attention.indexed", ["select_keys"])
+def _write(name: str, statements: tuple[str, str], selects: bool, patch: PatchConfig) -> None:
+    """Route the statements of class `name` through the slot."""
+    keys, factor = statements
+    text = _WITH_KERNELS if selects else _SCORES_ALONE
+    replacement = text.format(kernel=_KERNEL, arguments=f"q, {keys}, weights, {factor}")
+    patch.replace(f"{name}.forward", _STATEMENTS[statements], replacement, slot=_SLOT)
+    if selects:
+        patch.add_import("opslot.ops.attention.calls", ["selects_bits"])
+        patch.add_import("opslot.ops.attention.indexed", ["select_keys"])
 
 
-@dataclass(frozen=True)
-class _WriteSelection:
-    """Routes the scores of class `name` through the slot, and selects as a kernel of attention takes it."""
-
-    name: str
-    selection: _Selection
-
-    def __call__(self, patch: PatchConfig) -> None:
-        forward, slot = f"{self.name}.forward", Slot(OP, self.selection.variant)
-        inserted = [(anchor, f"{statements}\n$match") for anchor, statements in self.selection.inserted]
-        for pattern, text in (*inserted, *self.selection.replaced):
-            declared = slot if "{kernel}" in text else None
-            patch.replace(forward, pattern, text.replace("{kernel}", _KERNEL), slot=declared)
-        for module, names in self.selection.imports.items():
-            patch.add_import(module, names)
+def _write_selection(name: str, selection: _Selection, patch: PatchConfig) -> None:
+    """Route the scores of class `name` through the slot, and select as a kernel of attention takes it."""
+    forward, slot = f"{name}.forward", Slot(OP, selection.variant)
+    inserted = [(anchor, f"{statements}\n$match") for anchor, statements in selection.inserted]
+    for pattern, text in (*inserted, *selection.replaced):
+        declared = slot if "{kernel}" in text else None
+        patch.replace(forward, pattern, text.replace("{kernel}", _KERNEL), slot=declared)
+    for module, names in selection.imports.items():
+        patch.add_import(module, names)
 
 
 FORMS = (
