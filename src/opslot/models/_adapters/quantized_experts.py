@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from opslot._base.errors import ConfigError
 from opslot.ops.linear.nf4 import dequantize
 from opslot.slots import Binding
-from opslot.slots.binding import KernelWrapper
+from opslot.slots.binding import wrapper_of
 
 QUANTIZATION = "nf4 (bitsandbytes)"
 # Its kernels count in int32.
@@ -60,7 +60,7 @@ def with_quantized_experts(binding: Binding, root: nn.Module) -> Binding:
     """The binding with the weights of quantized experts dequantized for each call of their kernel."""
     quantized = {path for path, module in root.named_modules() if "quantized_experts" in module.__dict__}
     return binding.with_wrapper(
-        KernelWrapper("nf4 weights", _Dequantized),
+        wrapper_of("nf4 weights", _Dequantized),
         lambda slot: slot.resolution.op_name == "moe_experts" and slot.path in quantized,
     )
 

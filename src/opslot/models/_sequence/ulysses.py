@@ -30,8 +30,8 @@ from opslot.models._own_loss import averages_its_own_labels, keeps_labels_in_pla
 from opslot.models._sequence.global_sequences import run_on_global_sequences
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
-from opslot.slots import Binding, SlotBinding, walk_slots
-from opslot.slots.binding import KernelWrapper
+from opslot.slots import Binding, SlotBinding, Wrapper, walk_slots
+from opslot.slots.binding import wrapper_of
 from opslot.slots.protocol import keeps_sequences, takes_earlier_tokens
 
 # The variant of attention whose queries stay on their rank, which gathers the tokens before them.
@@ -57,11 +57,11 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
             _is_inside(decoder, slot) and all(getattr(slot.resolution, name) == wanted[name] for name in wanted)
         )
 
-    earlier = KernelWrapper("earlier tokens of all ranks", _on_earlier_tokens)
+    earlier = wrapper_of("earlier tokens of all ranks", _on_earlier_tokens)
     binding = binding.with_wrapper(earlier, of("attention", variant=_COMPRESSED))
     name = "Ulysses" if pipeline == 1 else f"Ulysses in {pipeline} chunks"
     for explicit in (True, False):
-        heads = KernelWrapper(name, functools.partial(_on_some_heads, pipeline, explicit))
+        heads = wrapper_of(name, functools.partial(_on_some_heads, pipeline, explicit))
         binding = binding.with_wrapper(heads, functools.partial(_by_heads, of("attention", explicit=explicit)))
     if pipeline > 1 and not any(_by_heads(of("attention"), slot) for slot in binding.slots):
         raise ConfigError(
@@ -70,12 +70,12 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
             hint="set ulysses_pipeline to 1",
         )
     binding = binding.with_wrapper(
-        KernelWrapper("gathered router logits", _OverGlobalSequences),
+        wrapper_of("gathered router logits", _OverGlobalSequences),
         lambda slot: slot.resolution.op_name == "load_balancing_loss",
     )
     for op_name, wrapper in _RECURRENCES.items():
         binding = binding.with_wrapper(wrapper, of(op_name))
-    return binding.with_wrapper(_OverlappedProjections(), of("rotary_pos_emb", variant="full")) if overlap else binding
+    return binding.with_wrapper(_OVERLAPPED, of("rotary_pos_emb", variant="full")) if overlap else binding
 
 
 def _by_heads(is_attention: Callable[[SlotBinding], bool], slot: SlotBinding) -> bool:
@@ -175,23 +175,19 @@ class _MaskFunction:
         return (self.whole if has_whole_sequences() else masks.local_mask_function)(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _OverlappedProjections:
-    """Wraps a rotary embedding so that it waits for the all-to-all of queries and keys."""
-
-    name: str = "overlapped projections"
-
-    def wrap(
-        self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
-    ) -> Callable[..., Any] | None:
-        all_to_all = OverlappedAllToAll.of(module)
-        return kernel if all_to_all is None else _OverlappedRotary(kernel or reference, all_to_all)
+def _overlapped_rotary(
+    module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """A rotary embedding that waits for the all-to-all of queries and keys."""
+    all_to_all = OverlappedAllToAll.of(module)
+    return kernel if all_to_all is None else _OverlappedRotary(kernel or reference, all_to_all)
 
 
+_OVERLAPPED = Wrapper("overlapped projections", _overlapped_rotary)
 _RECURRENCES = {
-    "causal_conv1d": KernelWrapper("sharded sequences", ShardedConvolution),
-    "chunk_gated_delta_rule": KernelWrapper("Ulysses", UlyssesDeltaRule),
-    "mamba_chunk_scan": KernelWrapper("Ulysses", UlyssesScan),
+    "causal_conv1d": wrapper_of("sharded sequences", ShardedConvolution),
+    "chunk_gated_delta_rule": wrapper_of("Ulysses", UlyssesDeltaRule),
+    "mamba_chunk_scan": wrapper_of("Ulysses", UlyssesScan),
 }
 
 
