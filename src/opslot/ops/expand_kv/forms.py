@@ -122,7 +122,6 @@ def _is_closed(definition: ast.FunctionDef, found: _Statements) -> bool:
 
 def _write_statements(forward: str, found: _Statements, patch: PatchConfig) -> None:
     """Leave the heads whole, and let the slot compute keys and values where keys are concatenated."""
-    found = found
     whole = f"{found.k_nope} = {found.kv}"
     patch.replace(forward, ast.unparse(found.split), f"if {_BOUND} is not None:\n    {whole}\nelse:\n    $match")
     patch.replace(forward, ast.unparse(found.expand), f"if {_BOUND} is None:\n    $match")
