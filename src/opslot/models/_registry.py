@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +17,7 @@ from opslot._base.plugins import load_entry_points
 from opslot.models.discovery.supported import supported_architectures
 from opslot.patchgen import PatchConfig, materialize, register_patch
 from opslot.patchgen.materialization import NoPatchError
-from opslot.patchgen.source import architecture_in, modeling_module
+from opslot.patchgen.source import architecture_in, installed_release, modeling_module
 from opslot.slots.protocol import SubModel, lost_slots, sub_model
 
 logger = get_logger(__name__)
@@ -217,9 +215,7 @@ def _folder_of_models(model_type: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     folder: str = model_type_to_module_name(model_type)
-    package = importlib.util.find_spec(f"transformers.models.{folder}")
-    places = package.submodule_search_locations if package is not None else None
-    if any(Path(place, f"modeling_{folder}.py").is_file() for place in places or ()):
+    if installed_release().path(modeling_module(folder)).is_file():
         return folder
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     return architecture_in(getattr(cls, "__module__", "")) or folder
