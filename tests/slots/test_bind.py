@@ -200,15 +200,16 @@ def head_model(head, loss=None):
     return model
 
 
-def hooked(head):
-    head.register_forward_hook(lambda module, args, output: 2 * output)
+def hooked(head, register=nn.Module.register_forward_hook):
+    register(head, lambda *_: None)
     return head
 
 
 @pytest.mark.parametrize(
     ("head", "loss", "reason"),
     [
-        (hooked(nn.Linear(2, 3)), None, "has forward hooks"),
+        (hooked(nn.Linear(2, 3)), None, "has hooks"),
+        (hooked(nn.Linear(2, 3), nn.Module.register_full_backward_hook), None, "has hooks"),
         (nn.Sequential(nn.Linear(2, 3)), None, "Sequential"),
         (nn.Linear(2, 3, bias=False), print, "loss_function was replaced"),
     ],

@@ -34,7 +34,7 @@ def trained(seed):
 
 
 def save(folder, step, keep=None, seed=0):
-    return checkpointing.write_snapshot(folder, snapshot(step, *trained(seed)), keep)
+    return CheckpointSaver(folder, keep=keep, background=False).save(snapshot(step, *trained(seed)))
 
 
 def snapshot(step, model, optimizer):
@@ -44,7 +44,7 @@ def snapshot(step, model, optimizer):
 
 def test_tensors_and_optimizer_round_trip_bit_for_bit(tmp_path):
     model, optimizer = trained(0)
-    folder = checkpointing.write_snapshot(tmp_path, snapshot(3, model, optimizer))
+    folder = CheckpointSaver(tmp_path, background=False).save(snapshot(3, model, optimizer))
     other, other_optimizer = trained(1)
     load_snapshot(folder, other, other_optimizer)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -67,7 +67,7 @@ def test_parameter_without_a_gradient_so_far(tmp_path):
     model["text"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    folder = checkpointing.write_snapshot(tmp_path, snapshot(1, model, optimizer))
+    folder = CheckpointSaver(tmp_path, background=False).save(snapshot(1, model, optimizer))
     other, other_optimizer = build()
     load_snapshot(folder, other, other_optimizer)
     assert other_optimizer.state.keys() == {*other["text"].parameters()}
@@ -235,7 +235,7 @@ def test_code_in_a_value_is_not_run(tmp_path):
     """The optimizer's state may have values other than tensors, which are pickled."""
     model, optimizer = trained(0)
     next(iter(optimizer.state.values()))["step"] = Planted(tmp_path / "ran")
-    folder = checkpointing.write_snapshot(tmp_path, snapshot(1, model, optimizer))
+    folder = CheckpointSaver(tmp_path, background=False).save(snapshot(1, model, optimizer))
     with pytest.raises(CheckpointError, match=r"optimizer\.state\..*\.step is not plain data"):
         load_snapshot(folder, *trained(0))
     assert not (tmp_path / "ran").exists()
@@ -244,7 +244,7 @@ def test_code_in_a_value_is_not_run(tmp_path):
 def test_settings_of_the_optimizer_are_not_read(tmp_path):
     model, optimizer = trained(0)
     optimizer.param_groups[0]["lr"] = Planted(tmp_path / "ran")
-    folder = checkpointing.write_snapshot(tmp_path, snapshot(1, model, optimizer))
+    folder = CheckpointSaver(tmp_path, background=False).save(snapshot(1, model, optimizer))
     load_snapshot(folder, *trained(0))
     assert not (tmp_path / "ran").exists()
 

@@ -364,24 +364,18 @@ def test_registered_processor_is_used(vlm_settings, tmp_path):
         MODEL_PROCESSOR_REGISTRY._factories.pop("Qwen3VLProcessor")
 
 
-def test_registered_config_is_kept():
+def test_config_registered_after_its_architecture_is_used(monkeypatch, vlm_settings):
     from transformers import Qwen3VLConfig
 
-    from opslot.models import MODEL_CONFIG_REGISTRY
-    from opslot.models._registry import _serve, find_architecture
+    from opslot.models import MODEL_CONFIG_REGISTRY, load_config, serve_model_type
 
     class Patched(Qwen3VLConfig):
         pass
 
-    known = MODEL_CONFIG_REGISTRY._factories.pop("qwen3_vl", None)
-    try:
-        MODEL_CONFIG_REGISTRY.register("qwen3_vl")(lambda: Patched)
-        _serve(find_architecture("qwen3_vl"), "qwen3_vl")
-        assert MODEL_CONFIG_REGISTRY.get("qwen3_vl")() is Patched
-    finally:
-        MODEL_CONFIG_REGISTRY._factories.pop("qwen3_vl")
-        if known is not None:
-            MODEL_CONFIG_REGISTRY._factories["qwen3_vl"] = known
+    monkeypatch.setattr(MODEL_CONFIG_REGISTRY, "_factories", dict(MODEL_CONFIG_REGISTRY._factories))
+    assert serve_model_type("qwen3_vl")
+    MODEL_CONFIG_REGISTRY.register("qwen3_vl")(lambda: Patched)
+    assert type(load_config(vlm_settings["model"]["config_path"])) is Patched
 
 
 def test_changed_image_raises_during_training(vlm_settings, tmp_path):

@@ -6,7 +6,7 @@ import copy
 import fnmatch
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -85,25 +85,19 @@ def map_tensors(
     return mapper.map(_under_model_names(entries, model, converters) if names is None else dict(entries), converters)
 
 
+@dataclass(eq=False)
 class _Mapper:
-    def __init__(
-        self,
-        model: ModelTensors,
-        problems: Problems,
-        allow_missing: Collection[str],
-        allow_extra: Collection[str],
-        names: HubNames | None,
-    ) -> None:
-        self.model = model
-        self.problems = problems
-        self.names = names
-        self.allow_missing, self.allow_extra = allow_missing, allow_extra
-        self.result = LoadMapping()
-        self.filled: dict[str, int] = defaultdict(int)
-        self.taken: dict[tuple[str, tuple[tuple[int, int], ...]], TensorEntry] = {}
-        self.from_converters: set[str] = set()
-        self.damaged: set[str] = set()
-        self.explained = False
+    model: ModelTensors
+    problems: Problems
+    allow_missing: Collection[str]
+    allow_extra: Collection[str]
+    names: HubNames | None
+    result: LoadMapping = field(default_factory=LoadMapping)
+    filled: Counter[str] = field(default_factory=Counter)
+    taken: dict[tuple[str, tuple[tuple[int, int], ...]], TensorEntry] = field(default_factory=dict)
+    from_converters: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
+    explained: bool = False
 
     def map(self, entries: dict[str, TensorEntry], converters: Sequence[Converter]) -> LoadMapping:
         owned, plain = _assign(entries, converters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,34 +29,26 @@ _LOOKAHEAD = 64
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
+@dataclass(eq=False, repr=False)
 class _Loader:
     """Common part of the loaders. The state is the number of consumed samples over all ranks; samples that workers
     prefetched are not consumed. Follows torch's Stateful protocol, as torchdata's StatefulDataLoader does.
 
-    Args:
+    Attributes:
         rank, world_size: of this process among those that share the data.
         num_workers: processes that assemble batches; 0 assembles them in this process.
         pin_memory: allocate batches in page-locked memory, for copies to a GPU.
         allow_changes: accept the state of other data, see `DataConfig`.
     """
 
-    def __init__(
-        self,
-        dataset: PackedDataset | MixedDataset,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        allow_changes: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.rank = rank
-        self.world_size = world_size
-        self.num_workers = num_workers
-        self.pin_memory = pin_memory
-        self.allow_changes = allow_changes
-        self.consumed = 0
+    dataset: PackedDataset | MixedDataset
+    _: KW_ONLY
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+    pin_memory: bool = False
+    allow_changes: bool = False
+    consumed: int = field(default=0, init=False)
 
     @property
     def epoch(self) -> float:
@@ -112,6 +105,7 @@ class _Loader:
         }
 
 
+@dataclass(eq=False, repr=False)
 class SampleLoader(_Loader):
     """Endless micro batches of a `PackedDataset`.
 
@@ -119,34 +113,23 @@ class SampleLoader(_Loader):
     not depend on the number of ranks and the micro batch size. With `step_samples`, packed samples of a step whose
     attention costs about as much run at the same time, since ranks wait for each other.
 
-    Args:
+    Attributes:
         dataset: the samples.
         micro_batch_size: samples per batch of this rank.
         collate_fn: samples to a batch; default `collate`, or `collate_padded` without packing.
         step_samples: samples of an optimizer step over all ranks, at whose ends the state is saved.
-        options: rank, world_size, num_workers, pin_memory and allow_changes, as in `_Loader`.
     """
 
-    def __init__(
-        self,
-        dataset: PackedDataset | MixedDataset,
-        micro_batch_size: int,
-        *,
-        collate_fn: Collate | None = None,
-        step_samples: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(dataset, **options)
-        self.micro_batch_size = micro_batch_size
-        self.step_samples = step_samples
-        self.collate_fn = collate_fn or _collate_of(dataset)
+    micro_batch_size: int
+    _: KW_ONLY
+    collate_fn: Collate | None = None
+    step_samples: int | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         # Before workers are forked, so that they inherit what is known of the previous samples.
         self.dataset.prepare(self.consumed)
-        loader = DataLoader(
-            self.dataset, batch_sampler=self.sample_numbers(), collate_fn=self.collate_fn, **self._options()
-        )
+        collate_fn = self.collate_fn or _collate_of(self.dataset)
+        loader = DataLoader(self.dataset, batch_sampler=self.sample_numbers(), collate_fn=collate_fn, **self._options())
         for batch in loader:
             self.consumed += self.micro_batch_size * self.world_size
             yield batch
@@ -185,6 +168,7 @@ def _start_worker(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@dataclass(eq=False, repr=False)
 class TokenLoader(_Loader):
     """Endless optimizer steps of whole documents; each step is a list of this rank's micro batches.
 
@@ -195,43 +179,29 @@ class TokenLoader(_Loader):
 
     The state has the documents that were planned together too, and how many of their steps were taken.
 
-    Args:
+    Attributes:
         dataset: of one document per sample (`packing=False`).
         step_tokens: maximum tokens in an optimizer step, over all ranks.
         max_tokens: maximum tokens in a micro batch of this rank, at least `dataset.max_seq_len`.
         attention_cost: see `balance_micro_batches`.
         encoder_cost: a document's `MediaDocument.cost` counts so many times.
         collate_fn: a packed sample to a batch; default `collate`.
-        options: as in `SampleLoader`.
-
-    Attributes:
         step_size: tokens of the last step, over all ranks.
     """
 
-    def __init__(
-        self,
-        dataset: PackedDataset | MixedDataset,
-        step_tokens: int,
-        max_tokens: int,
-        *,
-        attention_cost: float = 0.0,
-        encoder_cost: float = 1.0,
-        collate_fn: Collate | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(dataset, **options)
-        self.step_tokens = step_tokens
-        self.max_tokens = max_tokens
-        self.attention_cost = attention_cost
-        self.encoder_cost = encoder_cost
-        self.collate_fn = collate_fn or collate
-        self.step_size = 0
-        self._window: StepWindow | None = None
-        self._steps_done = 0
+    step_tokens: int
+    max_tokens: int
+    _: KW_ONLY
+    attention_cost: float = 0.0
+    encoder_cost: float = 1.0
+    collate_fn: Collate | None = None
+    step_size: int = field(default=0, init=False)
+    _window: StepWindow | None = field(default=None, init=False)
+    _steps_done: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         loader = DataLoader(
-            _MicroBatches(self.dataset, self.collate_fn),
+            _MicroBatches(self.dataset, self.collate_fn or collate),
             batch_size=None,
             sampler=self._own_documents(),
             collate_fn=_identity,

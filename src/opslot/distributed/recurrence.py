@@ -6,6 +6,7 @@ Gradients follow `_collectives`' rule: the loss is the sum of the ranks' losses.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,16 +31,16 @@ HEADS = ("value", "key")
 SCAN_HEADS = ("scan", "B and C")
 
 
+@dataclass(eq=False)
 class ShardedConvolution:
     """A causal convolution for ranks that hold local sequences: each gets the tokens that its first windows reach.
 
-    Args:
+    Attributes:
         convolve: `(hidden_states, weight, bias, activation, cu_seqlens) -> output` with hidden_states and output
             [B, D, S], weight [D, W].
     """
 
-    def __init__(self, convolve: Callable[..., Tensor]) -> None:
-        self.convolve = convolve
+    convolve: Callable[..., Tensor]
 
     @torch.compiler.disable
     def __call__(
@@ -65,9 +66,6 @@ class ShardedConvolution:
             cu_seqlens = _local_documents(cu_seqlens, length, reach, rank, group.size())
         return self.convolve(rows.transpose(1, 2), weight, bias, activation, cu_seqlens)[..., reach:]
 
-    def __repr__(self) -> str:
-        return f"<sharded {self.convolve!r}>"
-
 
 def _local_documents(cu_seqlens: Tensor, length: int, reach: int, rank: int, ranks: int) -> Tensor:
     """Boundaries in a rank's rows of `reach` earlier and `length` local tokens; documents of other ranks are empty."""
@@ -77,16 +75,16 @@ def _local_documents(cu_seqlens: Tensor, length: int, reach: int, rank: int, ran
     return row * (reach + length) + inside.where(offset > 0, 0)
 
 
+@dataclass(eq=False)
 class UlyssesDeltaRule:
     """A gated delta rule for ranks that hold local sequences: each computes some heads of the global sequences.
 
-    Args:
+    Attributes:
         rule: `(query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens) ->
             (output, state)` as `opslot.ops.chunk_gated_delta_rule` has it.
     """
 
-    def __init__(self, rule: Callable[..., Any]) -> None:
-        self.rule = rule
+    rule: Callable[..., Any]
 
     @torch.compiler.disable
     def __call__(
@@ -117,20 +115,17 @@ class UlyssesDeltaRule:
         output = gather_heads_scatter_seq(output, 2, 1, group)
         return output, None if state is None else gather_outputs(state, 1, group)
 
-    def __repr__(self) -> str:
-        return f"<Ulysses {self.rule!r}>"
 
-
+@dataclass(eq=False)
 class UlyssesScan:
     """A scan of Mamba-2 for ranks that hold local sequences: each computes some heads of the global sequences.
 
-    Args:
+    Attributes:
         scan: `(x, dt, A, B, C, D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states, cu_seqlens) ->
             output or (output, states)` as `opslot.ops.mamba_chunk_scan` has it.
     """
 
-    def __init__(self, scan: Callable[..., Any]) -> None:
-        self.scan = scan
+    scan: Callable[..., Any]
 
     @torch.compiler.disable
     def __call__(
@@ -166,9 +161,6 @@ class UlyssesScan:
             return gather_heads_scatter_seq(result, 2, 1, group)
         output, states = result
         return gather_heads_scatter_seq(output, 2, 1, group), gather_outputs(states, 1, group)
-
-    def __repr__(self) -> str:
-        return f"<Ulysses {self.scan!r}>"
 
 
 def _to_heads(tensors: tuple[Tensor, ...], group: ProcessGroup) -> list[Tensor]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +17,7 @@ from opslot._base.plugins import load_entry_points
 from opslot.models.discovery.supported import supported_architectures
 from opslot.patchgen import PatchConfig, materialize, register_patch
 from opslot.patchgen.materialization import NoPatchError
-from opslot.patchgen.source import architecture_in, modeling_module
+from opslot.patchgen.source import architecture_in, installed_release, modeling_module
 from opslot.slots.protocol import SubModel, lost_slots, sub_model
 
 logger = get_logger(__name__)
@@ -122,8 +120,6 @@ def _generated(name: str) -> ModuleType:
 ARCHITECTURES: dict[str, Architecture] = {}
 """Architectures that a package or the user registered."""
 
-_discovered: dict[str, Architecture | None] = {}
-
 
 def find_architecture(name: str) -> Architecture | None:
     """The architecture of a folder under `transformers/models`: registered, or with slots that discovery finds.
@@ -131,13 +127,10 @@ def find_architecture(name: str) -> Architecture | None:
     None if there is neither.
     """
     _load_entry_points()
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    if name not in _discovered:
-        _discovered[name] = _discover(name)
-    return _discovered[name]
+    return ARCHITECTURES.get(name) or _discover(name)
 
 
+@cache
 def _discover(name: str) -> Architecture | None:
     try:
         materialize(name)
@@ -222,9 +215,7 @@ def _folder_of_models(model_type: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     folder: str = model_type_to_module_name(model_type)
-    package = importlib.util.find_spec(f"transformers.models.{folder}")
-    places = package.submodule_search_locations if package is not None else None
-    if any(Path(place, f"modeling_{folder}.py").is_file() for place in places or ()):
+    if installed_release().path(modeling_module(folder)).is_file():
         return folder
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     return architecture_in(getattr(cls, "__module__", "")) or folder
@@ -277,12 +268,3 @@ def _serve(architecture: Architecture, model_type: str) -> None:
                 hint="correct `architectures` in config.json",
             )
         return found
-
-    if model_type in MODEL_CONFIG_REGISTRY:
-        return
-
-    @MODEL_CONFIG_REGISTRY.register(model_type)
-    def config() -> type:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        return CONFIG_MAPPING[model_type]

@@ -55,25 +55,11 @@ class Uncounted(NamedTuple):
     reason: str
 
 
-class Modules(NamedTuple):
-    """What `read_modules` finds."""
+class ModuleReader:
+    """Finds the matmuls and attentions of a model: one walk over its modules in the order of execution.
 
-    matmuls: tuple[Matmul, ...]
-    attention: tuple[Attention, ...]
-    uncounted: tuple[Uncounted, ...]
-
-
-def read_modules(model: nn.Module) -> Modules:
-    """The matmuls and attentions of a model."""
-    reader = _Reader(model)
-    reader.read()
-    return Modules(tuple(reader.matmuls), tuple(reader.attention), tuple(reader.uncounted))
-
-
-class _Reader:
-    """One walk over the modules, in the order in which they are registered, which is that of execution.
-
-    `trained` becomes True for a stream at its first parameter with a gradient: what follows has input gradients.
+    That is the order in which they are registered. `trained` becomes True for a stream at its first parameter with a
+    gradient: what follows has input gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,8 +75,9 @@ class _Reader:
         self.trained: dict[str | None, bool] = {TOKENS: tower_trained}
         # Whether the input of a module has a gradient.
         self.differentiable: dict[str, bool] = {}
+        self._read_all()
 
-    def read(self) -> None:
+    def _read_all(self) -> None:
         if getattr(getattr(self.modules[""], "config", None), "is_encoder_decoder", False):
             self.uncounted.append(Uncounted("", "of an encoder-decoder model, each part is counted for every token"))
         skipped: tuple[str, ...] = ()
@@ -143,7 +130,7 @@ class _Reader:
             self._read_recurrence(
                 path, module, stream, "scan", ("num_attention_heads", "head_dim", "head_dim"), matmuls=2
             )
-        elif attention_options(module) is not None or "ALL_ATTENTION_FUNCTIONS" in _names_used(module):
+        elif _is_attention(module):
             self._read_attention(path, module, stream)
         else:
             self._report(path, module, own)

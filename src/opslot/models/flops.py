@@ -19,13 +19,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
-from opslot.models.flop_modules import (
-    PATCHES,
-    TOKENS,
-    AttentionShape,
-    Uncounted,
-    read_modules,
-)
+from opslot.models.flop_modules import PATCHES, TOKENS, AttentionShape, ModuleReader, Uncounted
 from opslot.slots.bind import require_module
 
 
@@ -118,8 +112,8 @@ class FlopCounter:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = read_modules(model)
-        self.uncounted = modules.uncounted
+        modules = ModuleReader(model)
+        self.uncounted = tuple(modules.uncounted)
         self._per_token: dict[tuple[str, str], Flops] = _summed(modules.matmuls)
         self._per_pair: dict[tuple[str, AttentionShape], Flops] = _summed(modules.attention)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from opslot.models._multimodal.modalities import alias_outputs, find_towers
 from opslot.models._registry import architecture_of
 from opslot.models._sequence.ulysses import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
-from opslot.slots.binding import KernelWrapper, class_name
+from opslot.slots.binding import Wrapper, class_name, wrapper_of
 from opslot.slots.protocol import modules_by_document
 
 __all__ = ["parallel_plan", "parallelize"]
@@ -109,7 +108,8 @@ def parallelize(
         binding = _parallel_binding(root, binding, state, ulysses_pipeline, ulysses_overlap)
         if is_sharded:
             # FSDP gathers the weight of the head in its forward.
-            binding = binding.with_wrapper(_FusedLossInHead(), lambda s: s.resolution.op_name == "cross_entropy_loss")
+            in_head = Wrapper("in the head's FSDP group", _loss_in_head)
+            binding = binding.with_wrapper(in_head, lambda slot: slot.resolution.op_name == "cross_entropy_loss")
         write(root, binding)
     elif state.sp > 1 or state.ep > 1:
         raise ConfigError(
@@ -227,7 +227,7 @@ def _warn_once(name: str) -> None:
 def with_expert_parallel(binding: Binding, state: ParallelState) -> Binding:
     """The binding with each kernel of experts called for the tokens of all ranks."""
     around = functools.partial(ExpertParallel, add=_triton_sum("sum_rows", state.device))
-    wrapper = KernelWrapper("expert parallel", around)
+    wrapper = wrapper_of("expert parallel", around)
     return binding.with_wrapper(wrapper, lambda slot: slot.resolution.op_name == "moe_experts")
 
 
@@ -281,17 +281,12 @@ class _Head(nn.Linear):
         return super().forward(hidden_states) if loss is None else loss(hidden_states, self.weight, self.bias)
 
 
-@dataclass(frozen=True)
-class _FusedLossInHead:
-    """Wraps a fused linear + loss kernel so that it runs inside the forward of its head."""
-
-    name: str = "in the head's FSDP group"
-
-    def wrap(
-        self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
-    ) -> Callable[..., Any] | None:
-        head = module.get_output_embeddings()
-        return _LossInHead(kernel, head) if kernel is not None and isinstance(head, _Head) else kernel
+def _loss_in_head(
+    module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """A fused linear + loss kernel inside the forward of its head, where the head may be an FSDP group."""
+    head = module.get_output_embeddings()
+    return _LossInHead(kernel, head) if kernel is not None and isinstance(head, _Head) else kernel
 
 
 class _LossInHead:

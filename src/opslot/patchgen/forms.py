@@ -16,7 +16,7 @@ from typing import Protocol
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Slot
 from opslot.patchgen.fingerprint import fingerprint
-from opslot.patchgen.source import UpstreamModule, nodes_below
+from opslot.patchgen.source import UpstreamModule, find_nodes
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,20 @@ class ModuleView:
             self._fingerprints[symbol] = fingerprint(text) if text else None
         return self._fingerprints[symbol]
 
-    def parameters(self, symbol: str) -> list[str]:
-        """Names of a method's parameters, without self."""
+    def function(self, symbol: str) -> ast.FunctionDef:
+        """The definition of a function or method that the module has."""
         definition = self.upstream.find(symbol)
         assert isinstance(definition, ast.FunctionDef)
-        return [argument.arg for argument in definition.args.args[1:]]
+        return definition
+
+    def parameters(self, symbol: str) -> list[str]:
+        """Names of a method's parameters, without self."""
+        return [argument.arg for argument in self.function(symbol).args.args[1:]]
+
+    def keywords(self, symbol: str) -> str | None:
+        """What a function or method calls its `**kwargs`; None if it takes none."""
+        parameter = self.function(symbol).args.kwarg
+        return None if parameter is None else parameter.arg
 
     def count(self, symbol: str, pattern: str) -> int:
         """How often `pattern` matches in a function or method."""
@@ -149,11 +158,6 @@ class ModuleView:
 
         (definition,) = cst.parse_module(_dedented(self.text(symbol))).body
         return len(find_matches(compile_pattern(pattern), definition))
-
-    @cached_property
-    def nodes(self) -> tuple[ast.AST, ...]:
-        """Every node of the module."""
-        return nodes_below(self.tree)
 
     @cached_property
     def names(self) -> set[str]:
@@ -184,10 +188,8 @@ class ModuleView:
 
     def called_by_methods(self, function: str) -> bool:
         """Whether methods call it, and each that does has a `self` to hold a slot."""
-        callers = [self.upstream.find(method) for method in self.callers(function)]
-        return bool(callers) and all(
-            isinstance(m, ast.FunctionDef) and m.args.args and m.args.args[0].arg == "self" for m in callers
-        )
+        arguments = [self.function(method).args.args for method in self.callers(function)]
+        return bool(arguments) and all(own and own[0].arg == "self" for own in arguments)
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,7 @@ class FunctionForms:
 
 def names_in(node: ast.AST) -> set[str]:
     """The plain names in a tree."""
-    return {found.id for found in nodes_below(node) if isinstance(found, ast.Name)}
+    return {name.id for name in find_nodes(ast.Name, node)}
 
 
 def skip_callers(
@@ -322,9 +324,7 @@ def skip_callers(
 
 
 def _named_calls(node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    for call in nodes_below(node):
-        if not isinstance(call, ast.Call):
-            continue
+    for call in find_nodes(ast.Call, node):
         function = call.func
         if isinstance(function, ast.Name):
             yield function.id, call

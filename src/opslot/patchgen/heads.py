@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from opslot.patchgen.fused_loss import UnknownLossError
+from opslot.patchgen.source import find_nodes
 
 Classes = Mapping[str, ast.ClassDef]
 
@@ -67,10 +68,8 @@ def made(attribute: str, init: ast.FunctionDef | None) -> list[ast.Call]:
     """The calls whose results a constructor assigns to an attribute of self."""
     return [
         node.value
-        for node in (ast.walk(init) if init else ())
-        if isinstance(node, ast.Assign)
-        and ast.unparse(node.targets[0]) == f"self.{attribute}"
-        and isinstance(node.value, ast.Call)
+        for node in find_nodes(ast.Assign, init)
+        if ast.unparse(node.targets[0]) == f"self.{attribute}" and isinstance(node.value, ast.Call)
     ]
 
 

@@ -14,7 +14,6 @@ from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.forms import ModuleView
 
 VARIANT = "indexed"
-_CALLS = "opslot.ops.attention.calls"
 _TAKES = "takes_selected_keys(self.config)"
 _VISIBLE = "visible_keys(self, query_states, key_states, attention_mask, kwargs)"
 _WITH_BITS = '{{**kwargs, "selected_bits": {bits}}}'
@@ -47,7 +46,8 @@ class IndexedForm:
         for pattern, replacement in self.statements:
             if replacement != "$match":
                 patch.replace(f"{name}.forward", pattern, replacement)
-        patch.add_import(_CALLS, ["takes_selected_keys", "visible_keys"])
+        patch.add_import("opslot.ops.attention.calls", ["takes_selected_keys"])
+        patch.add_import("opslot.ops.attention.indexed", ["visible_keys"])
 
 
 # Statements of the method: without a mask to make, it passes what the indexer returns.

@@ -27,6 +27,7 @@ from opslot.patchgen.fused_loss import (
     without_casts,
 )
 from opslot.patchgen.heads import LINEAR, Classes, assignment, find_head, is_call_of_child, made
+from opslot.patchgen.source import find_nodes
 
 _OPERATORS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add"}
 _TANH = ("torch.tanh", "nn.functional.tanh", "F.tanh", "torch.nn.functional.tanh")
@@ -424,15 +425,7 @@ def _is_setting(value: ast.expr, forward: ast.FunctionDef, init: ast.FunctionDef
             node.value for node in ast.walk(forward) if isinstance(node, ast.Assign) and _is_assignment(node, value.id)
         ]
         return len(defined) == 1 and _is_setting(defined[0], forward, init)
-    made = (
-        [
-            node.value
-            for node in ast.walk(init)
-            if isinstance(node, ast.Assign) and _is_assignment(node, ast.unparse(value))
-        ]
-        if init
-        else []
-    )
+    made = [node.value for node in find_nodes(ast.Assign, init) if _is_assignment(node, ast.unparse(value))]
     if any(isinstance(node, ast.Call) for node in made):
         return False
     inner = value
@@ -445,10 +438,7 @@ def _is_setting(value: ast.expr, forward: ast.FunctionDef, init: ast.FunctionDef
 
 def _labels_in_place(init: ast.FunctionDef | None) -> bool:
     """Whether the constructor chooses the loss whose labels are not shifted."""
-    return any(
-        isinstance(node, ast.Assign) and ast.unparse(node).replace('"', "'") == "self.loss_type = 'ForMaskedLM'"
-        for node in (ast.walk(init) if init else ())
-    )
+    return any(ast.unparse(node) == "self.loss_type = 'ForMaskedLM'" for node in find_nodes(ast.Assign, init))
 
 
 def _check_later_uses(statements: Sequence[ast.stmt], logits: str) -> None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Anchored, ClassAttribute, TakeKeywords
 from opslot.patchgen.forms import ModuleView, names_in
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.source import find_nodes
 
 # Set on classes that `by_document` runs, which take the boundaries of documents whatever their forward takes.
 _BY_DOCUMENT = "_opslot_by_document"
@@ -34,10 +34,9 @@ def bound_arguments(call: ast.Call, parameters: tuple[str, ...], ignored: tuple[
 
 def documents_of(module: ModuleView, method: str, call: ast.Call) -> str:
     """Source text of the boundaries of packed documents at a call, "None" where they do not reach the method."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
-    if definition.args.kwarg is not None:
-        return f"cu_seqlens_in({definition.args.kwarg.arg})"
+    kwargs = module.keywords(method)
+    if kwargs is not None:
+        return f"cu_seqlens_in({kwargs})"
     passed = next((keyword.value for keyword in call.keywords if keyword.arg == "seq_idx"), None)
     return "None" if passed is None else f'cu_seqlens_in({{"seq_idx": {ast.unparse(passed)}}})'
 
@@ -59,8 +58,8 @@ def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
         if constructor is None or forward is None:
             continue
         lists = _lists_of(module, constructor, owner)
-        for node in nodes_below(constructor):
-            if isinstance(node, ast.Assign) and (_makes(module, node.value, owner) or lists & names_in(node.value)):
+        for node in find_nodes(ast.Assign, constructor):
+            if _makes(module, node.value, owner) or lists & names_in(node.value):
                 called = _names_of(forward, ast.unparse(node.targets[0]))
                 found += [(f"{name}.forward", call) for call in _calls_of(forward, called)]
     return found
@@ -69,32 +68,30 @@ def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
 def _lists_of(module: ModuleView, constructor: ast.AST, owner: str) -> set[str]:
     """The local lists to which a constructor appends instances of a class."""
     return {
-        node.func.value.id
-        for node in nodes_below(constructor)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "append"
-        and isinstance(node.func.value, ast.Name)
-        and any(_makes(module, argument, owner) for argument in node.args)
+        call.func.value.id
+        for call in find_nodes(ast.Call, constructor)
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr == "append"
+        and isinstance(call.func.value, ast.Name)
+        and any(_makes(module, argument, owner) for argument in call.args)
     }
 
 
 def _makes(module: ModuleView, value: ast.expr, owner: str) -> bool:
     """Whether an expression calls a class, or what it takes from a table of classes with it."""
     made = {owner, *(name for name, classes in module.tables.items() if owner in classes)}
-    calls = (node.func for node in nodes_below(value) if isinstance(node, ast.Call))
+    calls = (call.func for call in find_nodes(ast.Call, value))
     return any(ast.unparse(f.value if isinstance(f, ast.Subscript) else f) in made for f in calls)
 
 
 def _names_of(forward: ast.AST, attribute: str) -> set[str]:
     """What a method calls the modules of an attribute: the attribute, and variables of loops over it."""
-    loops = (node for node in nodes_below(forward) if isinstance(node, ast.For) and attribute in ast.unparse(node.iter))
-    targets = {name.id for loop in loops for name in nodes_below(loop.target) if isinstance(name, ast.Name)}
-    return {attribute, *targets}
+    loops = (node for node in find_nodes(ast.For, forward) if attribute in ast.unparse(node.iter))
+    return {attribute}.union(*(names_in(loop.target) for loop in loops))
 
 
 def _calls_of(forward: ast.AST, names: set[str]) -> list[ast.Call]:
-    return [node for node in nodes_below(forward) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+    return [call for call in find_nodes(ast.Call, forward) if ast.unparse(call.func) in names]
 
 
 def documents_reach(module: ModuleView, owner: str) -> bool:
@@ -103,8 +100,7 @@ def documents_reach(module: ModuleView, owner: str) -> bool:
     if not callers:
         return _layers_get_keywords(module)
     for method, _ in callers:
-        definition = module.upstream.find(method)
-        if not isinstance(definition, ast.FunctionDef) or definition.args.kwarg is None:
+        if module.keywords(method) is None:
             return False
         if not _is_model(module, method) and not documents_reach(module, method.partition(".")[0]):
             return False
@@ -148,43 +144,38 @@ def _is_model(module: ModuleView, method: str) -> bool:
 def _takers(module: ModuleView, method: str, call: ast.Call) -> list[str]:
     """The classes that a call may be of and whose forward takes any keyword argument."""
     text = ast.unparse(call)
-    forwards = {name: module.upstream.find(forward) for name, forward in module.methods()}
-    takers = [n for n, f in forwards.items() if isinstance(f, ast.FunctionDef) and f.args.kwarg is not None]
+    takers = [name for name, forward in module.methods() if module.keywords(forward) is not None]
     return [n for n in takers if any((m, ast.unparse(c)) == (method, text) for m, c in callers_of(module, n))]
 
 
 def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, takers: list[str] | None = None) -> None:
     """Let a call pass the boundaries of documents; with `takers`, to modules of these classes alone."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
+    kwargs = module.keywords(method)
     text = ast.unparse(call)
     passed_already = any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits)
-    if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already:
+    if any(k.arg is None for k in call.keywords) or kwargs is None or passed_already:
         return
-    kwargs = definition.args.kwarg.arg
     given = f"documents_in({kwargs})"
     if takers is not None:
         classes = "".join(f"{name}, " for name in takers)
         given = f"documents_for({ast.unparse(call.func)}, ({classes}), {kwargs})"
     passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
-    count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
+    count = sum(ast.unparse(call) == text for call in find_nodes(ast.Call, module.function(method)))
     patch.replace(method, text, ast.unparse(passed).replace("_PASSED", given), count=count)
     add_imports(patch)
 
 
 def _pass_as_seq_idx(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> bool:
     """Let a call that passes only its seq_idx pass the boundaries of documents as it, and return whether it does."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
+    kwargs = module.keywords(method)
     passed = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "seq_idx"]
-    if definition.args.kwarg is None or any(keyword.arg is None for keyword in call.keywords):
+    if kwargs is None or any(keyword.arg is None for keyword in call.keywords):
         return False
-    kwargs = definition.args.kwarg.arg
     text = f"{kwargs}.get('seq_idx')"
     if passed != [text]:
         return False
     if not any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits):
-        count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in nodes_below(definition))
+        count = sum(ast.unparse(call) == text for call in find_nodes(ast.Call, module.function(method)))
         patch.replace(method, text, f"cu_seqlens_in({kwargs})", count=count)
         add_imports(patch)
     return True
@@ -194,12 +185,10 @@ def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:
     """Whether the class that a method's class assigns to the attribute it calls takes any keyword argument."""
     owner = method.partition(".")[0]
     target = ast.unparse(call.func)
-    constructor = module.upstream.find(f"{owner}.__init__")
-    assigned = nodes_below(constructor) if constructor is not None else ()
-    for node in assigned:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == target and isinstance(node.value, ast.Call):
-            forward = module.upstream.find(f"{ast.unparse(node.value.func)}.forward")
-            return isinstance(forward, ast.FunctionDef) and forward.args.kwarg is not None
+    for node in find_nodes(ast.Assign, module.upstream.find(f"{owner}.__init__")):
+        if ast.unparse(node.targets[0]) == target and isinstance(node.value, ast.Call):
+            forward = f"{ast.unparse(node.value.func)}.forward"
+            return module.upstream.find(forward) is not None and module.keywords(forward) is not None
     return False
 
 
@@ -212,9 +201,7 @@ def add_imports(patch: PatchConfig, module: str = "", *names: str) -> None:
 
 def undecorated(module: ModuleView, patch: PatchConfig, function: str) -> str:
     """The name of upstream's function without decorators, which may replace it by another package's."""
-    definition = module.upstream.find(function)
-    assert isinstance(definition, ast.FunctionDef)
-    if not definition.decorator_list:
+    if not module.function(function).decorator_list:
         return function
     name = f"_opslot_{function}"
     patch.copy_undecorated(function, name)

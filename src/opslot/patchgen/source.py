@@ -9,16 +9,18 @@ import importlib.util
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from opslot._base.errors import PatchError
 
 PACKAGE = "transformers"
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
+_Node = TypeVar("_Node", bound=ast.AST)
 
 # Architectures in the folder of another one, or in one of several.
 _FOLDERS = {
@@ -119,27 +121,19 @@ class UpstreamModule:
         return self.text.splitlines(keepends=True)
 
     @cached_property
-    def _found(self) -> dict[str, Definition | None]:
-        return {}
+    def definitions(self) -> dict[str, Definition]:
+        """Classes, their methods as `Class.method`, and functions, by name; the last one wins, as it does in Python."""
+        found: dict[str, Definition] = {}
+        for statement in self.tree.body:
+            if isinstance(statement, Definition):
+                found[statement.name] = statement
+                inside = statement.body if isinstance(statement, ast.ClassDef) else []
+                found |= {f"{statement.name}.{child.name}": child for child in inside if isinstance(child, Definition)}
+        return found
 
     def find(self, name: str) -> Definition | None:
-        """The definition called `name`, `Class` or `Class.method`; the last one wins, as it does in Python."""
-        if name not in self._found:
-            self._found[name] = self._find(name)
-        return self._found[name]
-
-    def _find(self, name: str) -> Definition | None:
-        found: Definition | None = None
-        scope: list[ast.stmt] = self.tree.body
-        for part in name.split("."):
-            found = None
-            for statement in scope:
-                if isinstance(statement, Definition) and statement.name == part:
-                    found = statement
-            if found is None:
-                return None
-            scope = found.body
-        return found
+        """The definition called `name`."""
+        return self.definitions.get(name)
 
     def symbol(self, name: str) -> Symbol | None:
         """The text of a definition; None if the module has no such definition."""
@@ -161,21 +155,9 @@ class UpstreamModule:
 
     def missing(self, name: str) -> str:
         """The message for a symbol that the module does not have, with the nearest names."""
-        close = difflib.get_close_matches(name, self.symbol_names, n=5, cutoff=0.4)
+        close = difflib.get_close_matches(name, self.definitions, n=5, cutoff=0.4)
         hint = f"; similar names: {', '.join(close)}" if close else ""
         return f"it has no {name}{hint}"
-
-    @cached_property
-    def symbol_names(self) -> list[str]:
-        """Every class, method and function of the module."""
-        names = []
-        for statement in self.tree.body:
-            if isinstance(statement, Definition):
-                names.append(statement.name)
-                if isinstance(statement, ast.ClassDef):
-                    methods = (child for child in statement.body if isinstance(child, Definition))
-                    names.extend(f"{statement.name}.{method.name}" for method in methods)
-        return names
 
 
 @lru_cache(maxsize=2048)
@@ -190,6 +172,11 @@ def nodes_below(root: ast.AST) -> tuple[ast.AST, ...]:
             elif isinstance(value, ast.AST) and name != "ctx":
                 nodes.append(value)
     return tuple(nodes)
+
+
+def find_nodes(kind: type[_Node], *roots: ast.AST | None) -> Iterator[_Node]:
+    """The nodes of a kind among those of `nodes_below`; none where there is no root."""
+    return (node for root in roots if root is not None for node in nodes_below(root) if isinstance(node, kind))
 
 
 def installed_release() -> Release:

@@ -8,10 +8,11 @@ parallelized keeps its wrappers when it is bound again, moves to another device 
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.dtypes import dtype_name
@@ -36,36 +37,32 @@ if TYPE_CHECKING:
     import torch
 
 
-class Wrapper(Protocol):
+@dataclass(frozen=True)
+class Wrapper:
     """Something that runs around whatever kernel is in a slot, such as expert parallelism.
 
     It can be applied again to the next kernel of the slot, and is pickled with the model.
+
+    Attributes:
+        name: as `explain` shows it, e.g. "expert parallel".
+        wrap: `(module, kernel, reference)` to what the slot of the module holds instead of the kernel. The kernel is
+            None where the slot runs Transformers' implementation, and None returned leaves that so. The reference is
+            the op's plain torch code, with the same signature as kernels.
     """
 
-    @property
-    def name(self) -> str:
-        """As `explain` shows it, e.g. "expert parallel"."""
-
-    def wrap(
-        self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
-    ) -> Callable[..., Any] | None:
-        """What the slot of `module` holds instead of `kernel`.
-
-        Args:
-            kernel: None where the slot runs Transformers' implementation; None returned leaves that so.
-            reference: the op's plain torch code, with the same signature as kernels.
-        """
-
-
-@dataclass(frozen=True)
-class KernelWrapper:
-    """A `Wrapper` that puts `around(kernel)` into the slot, where `kernel` is the op's reference on eager."""
-
     name: str
-    around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    wrap: Callable[[Any, Callable[..., Any] | None, Callable[..., Any]], Callable[..., Any] | None]
 
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        return self.around(kernel or reference)
+
+def wrapper_of(name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Wrapper:
+    """A wrapper that puts `around(kernel)` into the slot, where `kernel` is the op's reference on eager."""
+    return Wrapper(name, functools.partial(_around, around))
+
+
+def _around(
+    around: Callable[..., Any], module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
+) -> Callable[..., Any]:
+    return around(kernel or reference)
 
 
 @dataclass(frozen=True)

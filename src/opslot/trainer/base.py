@@ -149,7 +149,7 @@ class BaseTrainer(ABC):
         )
         self.callbacks = list(callbacks) if callbacks is not None else self.default_callbacks()
         self._stop_signal: int | None = None
-        self._stop = StopRequest(self._announce_stop)
+        self._stop = StopRequest(self.say)
 
     @abstractmethod
     def build_data(self) -> BatchSource:
@@ -247,12 +247,8 @@ class BaseTrainer(ABC):
             TrainingError: a loss or gradient that is not finite, before it reaches the weights; a full disk.
             CheckpointError: a checkpoint cannot be written.
         """
-        with disk_errors(self.output_dir):
-            return self._train()
-
-    def _train(self) -> TrainResult:
         self.model.train()
-        with contextlib.ExitStack() as locked:
+        with disk_errors(self.output_dir), contextlib.ExitStack() as locked:
             on_first_rank(self._lock.acquire)
             locked.callback(self._lock.release)
             on_first_rank(lambda: write_description(self.output_dir, self.config, self.model))
@@ -490,6 +486,3 @@ class BaseTrainer(ABC):
             for callback in reversed(self.callbacks):
                 closing.callback(callback.close, self)
             yield
-
-    def _announce_stop(self, signal_name: str) -> None:
-        self.say(f"{signal_name}: stopping after the current step and saving; send it again to stop immediately")

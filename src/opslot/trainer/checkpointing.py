@@ -8,12 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from torch.distributed import ProcessGroup
-
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import training_state
-from opslot.checkpoint.training_state import Snapshot, is_complete
-from opslot.distributed.consensus import is_first_rank
+from opslot.checkpoint.training_state import is_complete, read_state
 
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
@@ -43,26 +39,10 @@ def damaged_checkpoints(folder: Path) -> list[Path]:
 def newer_checkpoints(checkpoint: Path) -> list[Path]:
     """Checkpoints of the same run after `checkpoint`, which may have any name; none if it cannot be read."""
     try:
-        step = training_state.read_state(checkpoint)[0]["step"]
+        step = read_state(checkpoint)[0]["step"]
     except CheckpointError:
         step = step_of(checkpoint)
     return [path for path in find_checkpoints(checkpoint.parent) if 0 <= step < step_of(path)]
-
-
-def write_snapshot(
-    folder: Path, snapshot: Snapshot, keep: int | None = None, group: ProcessGroup | None = None
-) -> Path:
-    """Write the checkpoint of `snapshot` below `folder`, then remove all but the newest `keep`; every rank calls it.
-
-    Raises:
-        CheckpointError: on every rank, when a disk is full or cannot be written; earlier checkpoints are intact.
-    """
-    final = folder / checkpoint_name(snapshot.step)
-    training_state.write_snapshot(final, snapshot, group)
-    if keep and is_first_rank():
-        for old in find_checkpoints(folder)[:-keep]:
-            training_state.discard(old)
-    return final
 
 
 def _named(folder: Path) -> list[Path]:

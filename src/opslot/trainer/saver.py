@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from opslot._base.logging import get_logger
-from opslot.checkpoint.training_state import Snapshot
-from opslot.distributed.consensus import has_process_group
-from opslot.trainer import checkpointing
+from opslot.checkpoint.training_state import Snapshot, discard, write_snapshot
+from opslot.distributed.consensus import has_process_group, is_first_rank
+from opslot.trainer.checkpointing import checkpoint_name, find_checkpoints
 
 logger = get_logger(__name__)
 
@@ -55,15 +55,19 @@ class CheckpointSaver:
             CheckpointError: this save failed, or the previous one in the background; earlier checkpoints are intact.
         """
         self.wait()
+        folder = self.folder / checkpoint_name(snapshot.step)
         if not self.background:
-            return checkpointing.write_snapshot(self.folder, snapshot, self.keep)
+            self._write(folder, snapshot)
+            return folder
         if self._group is None and has_process_group():
             self._group = dist.new_group(backend="gloo")
         copy = dataclasses.replace(snapshot, tensors=self._stage(snapshot.tensors))
         # A daemon thread, so that a hanging disk or rank does not keep a failing process alive.
-        self._thread = threading.Thread(target=self._write, args=(copy,), name="opslot-checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_copy, args=(folder, copy), name="opslot-checkpoint", daemon=True
+        )
         self._thread.start()
-        return self.folder / checkpointing.checkpoint_name(snapshot.step)
+        return folder
 
     def wait(self) -> None:
         """Wait until no save is running.
@@ -99,9 +103,16 @@ class CheckpointSaver:
             self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         return self._stager.stage(tensors)
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, folder: Path, snapshot: Snapshot) -> None:
+        """Write a checkpoint, then remove all but the newest."""
+        write_snapshot(folder, snapshot, self._group)
+        if self.keep and is_first_rank():
+            for old in find_checkpoints(self.folder)[: -self.keep]:
+                discard(old)
+
+    def _write_copy(self, folder: Path, copy: Snapshot) -> None:
         try:
-            checkpointing.write_snapshot(self.folder, snapshot, self.keep, self._group)
+            self._write(folder, copy)
         except BaseException as error:
             self._error = error
         if not torch.cuda.is_available():

@@ -56,15 +56,15 @@ class StopRequest:
     """Records the first SIGINT or SIGTERM; a second one ends the run immediately.
 
     Args:
-        announce: called with the signal's name when it arrives.
+        say: prints a line for the user.
 
     Attributes:
         signal: number of the first signal, or None.
     """
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.signal: int | None = None
-        self._announce = announce
+        self._say = say
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -74,9 +74,10 @@ class StopRequest:
         def remember(number: int, _frame: Any) -> None:
             self.signal = number
             signal.signal(number, previous[signal.Signals(number)])
+            name = signal.Signals(number).name
             # Fails if the signal interrupted a write to the same stream.
             with contextlib.suppress(RuntimeError):
-                self._announce(signal.Signals(number).name)
+                self._say(f"{name}: stopping after the current step and saving; send it again to stop immediately")
 
         with _handled_by(remember):
             yield

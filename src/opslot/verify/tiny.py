@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot.models._build import auto_class_name
 from opslot.patchgen.releases import installed_release, version_key
+from opslot.patchgen.source import modeling_module
 from opslot.verify.tiny_sizes import (
     HEADS,
     IMAGE,
@@ -264,11 +263,8 @@ def _reads_sections(model_type: str) -> bool:
     """Whether the code of a model_type reads sections of its rotary embedding, which default configs may lack."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-    folder = model_type_to_module_name(model_type)
-    spec = importlib.util.find_spec(f"transformers.models.{folder}")
-    places = spec.submodule_search_locations if spec is not None else None
-    files = (Path(place, f"modeling_{folder}.py") for place in places or ())
-    return any('"mrope_section"' in file.read_text() for file in files if file.is_file())
+    file = installed_release().path(modeling_module(model_type_to_module_name(model_type)))
+    return file.is_file() and '"mrope_section"' in file.read_text()
 
 
 def _layers(given: dict[str, Any], counted: str) -> dict[str, Any]:

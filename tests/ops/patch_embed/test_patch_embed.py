@@ -57,10 +57,11 @@ def test_other_modules_raise_or_run_themselves(conv):
         can_serve(bound(), conv)
 
 
-def test_convolution_with_hooks_runs_itself():
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_convolution_with_hooks_runs_itself(register):
     conv = nn.Conv2d(3, 4, 2, stride=2, padding="valid")
     assert can_serve(bound(), conv)
-    conv.register_forward_hook(lambda *_: None)
+    getattr(conv, register)(lambda *_: None)
     assert not can_serve(bound(explicit=False), conv)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from opslot.checkpoint.adapters import ADAPTER, adapter_layers
 from opslot.distributed import ExpertParallel, get_parallel_state
 from opslot.distributed.dtensors import local_tensor
 from opslot.models._adapters.linear import set_forward
-from opslot.slots import Binding
+from opslot.slots import Binding, Wrapper
 from opslot.slots.protocol import set_adapted
 
 
@@ -44,7 +44,7 @@ def with_expert_adapters(binding: Binding, root: nn.Module) -> Binding:
         if layers and slot.resolution.op_name == "moe_experts":
             for layer in layers:
                 set_forward(layer, _call_base)
-            wrapper, path = _ExpertAdapters(tuple(layers)), slot.path
+            wrapper, path = Wrapper("adapters", partial(_add_adapters, tuple(layers))), slot.path
             binding = binding.with_wrapper(wrapper, lambda slot, path=path: slot.path == path)  # type: ignore[misc]
     return binding
 
@@ -54,21 +54,13 @@ def _call_base(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.base_layer(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _ExpertAdapters:
-    """Wraps a kernel of experts so that it computes with the adapters.
-
-    Attributes:
-        layers: PEFT's layers, each of one weight.
-    """
-
-    layers: tuple[Any, ...]
-    name: str = "adapters"
-
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        adapted = _with_adapters(kernel)
-        cls = _AddedToWeights if adapted is None else _BesideWeights
-        return cls(kernel or reference, adapted, inspect.signature(reference).parameters, self.layers)
+def _add_adapters(
+    layers: tuple[Any, ...], module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A kernel of experts that computes with the adapters of `layers`, PEFT's, each of one weight."""
+    adapted = _with_adapters(kernel)
+    cls = _AddedToWeights if adapted is None else _BesideWeights
+    return cls(kernel or reference, adapted, inspect.signature(reference).parameters, layers)
 
 
 def _with_adapters(kernel: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -124,7 +116,7 @@ class _BesideWeights(_Adapted):
         active = self._active()
         if not any(layer is not None for layer in active):
             return self.kernel(*arguments)
-        assert self.adapted is not None, "see `_ExpertAdapters.wrap`"
+        assert self.adapted is not None, "see `_add_adapters`"
         factors: list[Any] = []
         for number, layer in enumerate(active, 1):
             factors += (None, None) if layer is None else _factors(arguments[number], layer)

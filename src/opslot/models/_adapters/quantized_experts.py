@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from opslot._base.errors import ConfigError
 from opslot.ops.linear.nf4 import dequantize
 from opslot.slots import Binding
-from opslot.slots.binding import KernelWrapper
+from opslot.slots.binding import wrapper_of
 
 QUANTIZATION = "nf4 (bitsandbytes)"
 # Its kernels count in int32.
@@ -59,19 +60,16 @@ def with_quantized_experts(binding: Binding, root: nn.Module) -> Binding:
     """The binding with the weights of quantized experts dequantized for each call of their kernel."""
     quantized = {path for path, module in root.named_modules() if "quantized_experts" in module.__dict__}
     return binding.with_wrapper(
-        KernelWrapper("nf4 weights", _Dequantized),
+        wrapper_of("nf4 weights", _Dequantized),
         lambda slot: slot.resolution.op_name == "moe_experts" and slot.path in quantized,
     )
 
 
+@dataclass(eq=False)
 class _Dequantized:
     """A kernel of experts that gets dequantized weights."""
 
-    def __init__(self, kernel: Callable[..., Any]) -> None:
-        self.kernel = kernel
-
-    def __repr__(self) -> str:
-        return f"<dequantized for {self.kernel!r}>"
+    kernel: Callable[..., Any]
 
     @torch.compiler.disable
     def __call__(self, *arguments: Any) -> Tensor:

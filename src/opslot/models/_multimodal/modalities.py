@@ -272,7 +272,7 @@ class _Run:
         for norm in self.kept:
             norm.eval()
         for name in names:
-            self.zeros.append(dummy_forward(_Features(partial(self._call, name)), **(self.dummies[name]() or {})))
+            self.zeros.append(dummy_forward(partial(self._features, name), **(self.dummies[name]() or {})))
         if len(names) < len(self.dummies):
             # Other inputs are real. Else activation checkpointing runs the dummy inputs again in backward.
             self._train_norms()
@@ -281,6 +281,11 @@ class _Run:
         for norm in self.kept:
             norm.train(self.holder.training)
         self.kept = []
+
+    def _features(self, name: str, **inputs: Any) -> Any:
+        # The backward of anything else, such as the layers of a tower after the one whose states are used, would run on
+        # this rank alone.
+        return features_of(self._call(name, **inputs))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # A method may call another one: that of videos often calls that of images.
@@ -302,22 +307,6 @@ def _zero_of_projections(holder: Any) -> Tensor:
     applied = [child for child in applied if not isinstance(child, FSDPModule)]
     found = [p for child in applied if decoder not in child.modules() for p in child.parameters() if p.requires_grad]
     return sum((p.flatten()[:0].sum() for p in found), torch.zeros((), device=next(holder.parameters()).device))
-
-
-class _Features(nn.Module):
-    """A method that computes features, as the module that `dummy_forward` takes: what the language model reads.
-
-    The backward of anything else, such as the layers of a tower after the one whose states are used, would run on this
-    rank alone.
-    """
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        super().__init__()
-        self.method = method
-
-    def forward(self, **kwargs: Any) -> Any:
-        outputs = self.method(**kwargs)
-        return features_of(outputs)
 
 
 def features_of(outputs: Any) -> Any:

@@ -30,8 +30,8 @@ from opslot.models._own_loss import averages_its_own_labels, keeps_labels_in_pla
 from opslot.models._sequence.global_sequences import run_on_global_sequences
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
-from opslot.slots import Binding, SlotBinding, walk_slots
-from opslot.slots.binding import KernelWrapper
+from opslot.slots import Binding, SlotBinding, Wrapper, walk_slots
+from opslot.slots.binding import wrapper_of
 from opslot.slots.protocol import keeps_sequences, takes_earlier_tokens
 
 # The variant of attention whose queries stay on their rank, which gathers the tokens before them.
@@ -57,10 +57,12 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
             _is_inside(decoder, slot) and all(getattr(slot.resolution, name) == wanted[name] for name in wanted)
         )
 
-    binding = binding.with_wrapper(_EarlierTokens(), of("attention", variant=_COMPRESSED))
+    earlier = wrapper_of("earlier tokens of all ranks", _on_earlier_tokens)
+    binding = binding.with_wrapper(earlier, of("attention", variant=_COMPRESSED))
+    name = "Ulysses" if pipeline == 1 else f"Ulysses in {pipeline} chunks"
     for explicit in (True, False):
-        is_attention = of("attention", explicit=explicit)
-        binding = binding.with_wrapper(_Ulysses(pipeline, explicit), functools.partial(_by_heads, is_attention))
+        heads = wrapper_of(name, functools.partial(_on_some_heads, pipeline, explicit))
+        binding = binding.with_wrapper(heads, functools.partial(_by_heads, of("attention", explicit=explicit)))
     if pipeline > 1 and not any(_by_heads(of("attention"), slot) for slot in binding.slots):
         raise ConfigError(
             f"ulysses_pipeline={pipeline} has no effect on {type(model).__name__}, which has no attention whose heads "
@@ -68,12 +70,12 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
             hint="set ulysses_pipeline to 1",
         )
     binding = binding.with_wrapper(
-        KernelWrapper("gathered router logits", _OverGlobalSequences),
+        wrapper_of("gathered router logits", _OverGlobalSequences),
         lambda slot: slot.resolution.op_name == "load_balancing_loss",
     )
     for op_name, wrapper in _RECURRENCES.items():
         binding = binding.with_wrapper(wrapper, of(op_name))
-    return binding.with_wrapper(_OverlappedProjections(), of("rotary_pos_emb", variant="full")) if overlap else binding
+    return binding.with_wrapper(_OVERLAPPED, of("rotary_pos_emb", variant="full")) if overlap else binding
 
 
 def _by_heads(is_attention: Callable[[SlotBinding], bool], slot: SlotBinding) -> bool:
@@ -128,51 +130,33 @@ def _is_inside(path: str, slot: SlotBinding) -> bool:
     return not path or slot.path == path or slot.path.startswith(f"{path}.")
 
 
-@dataclass(frozen=True)
-class _Ulysses:
-    """Wraps an attention kernel so that each rank computes some heads of global sequences.
+def _on_some_heads(pipeline: int, explicit: bool, attention: Any) -> Any:
+    """An attention kernel of which each rank computes some heads of global sequences.
 
-    Attributes:
+    Args:
         pipeline: chunks that a rank's heads are exchanged in.
         explicit: the user named the kernel, so that no other one serves the masks that it cannot apply.
     """
-
-    pipeline: int = 1
-    explicit: bool = True
-
-    @property
-    def name(self) -> str:
-        return "Ulysses" if self.pipeline == 1 else f"Ulysses in {self.pipeline} chunks"
-
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        attention: Any = kernel or reference
-        own = getattr(attention, "mask_function", sdpa_mask)
-        falls_back = not self.explicit and not masks.applies_any(own)
-        wrapped: Any = ulysses_attention(
-            masks.reads_layout(attention, dense if falls_back else None), pipeline=self.pipeline
-        )
-        name = getattr(attention, "__name__", "attention")
-        wrapped.mask_function = _MaskFunction(masks.mask_function(own, name, falls_back=falls_back), falls_back)
-        return wrapped
+    own = getattr(attention, "mask_function", sdpa_mask)
+    falls_back = not explicit and not masks.applies_any(own)
+    wrapped: Any = ulysses_attention(masks.reads_layout(attention, dense if falls_back else None), pipeline=pipeline)
+    name = getattr(attention, "__name__", "attention")
+    wrapped.mask_function = _MaskFunction(masks.mask_function(own, name, falls_back=falls_back), falls_back)
+    return wrapped
 
 
-@dataclass(frozen=True)
-class _EarlierTokens:
-    """Wraps an attention kernel that gets a rank's queries and the keys of these and of earlier tokens."""
+def _on_earlier_tokens(kernel: Any) -> Any:
+    """An attention kernel that gets a rank's queries and the keys of these and of earlier tokens."""
+    attention = masks.reads_layout(kernel)
 
-    name: str = "earlier tokens of all ranks"
+    # The attributes of a function of its own.
+    @functools.wraps(attention)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **kwargs)
 
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        attention: Any = masks.reads_layout(kernel or reference)
-
-        @functools.wraps(attention)
-        def attend(*args: Any, **kwargs: Any) -> Any:
-            return attention(*args, **kwargs)
-
-        # The attributes of a function of its own.
-        joined: Any = attend
-        joined.joins_shards, joined.mask_function = True, masks.local_mask_function
-        return joined
+    joined: Any = attend
+    joined.joins_shards, joined.mask_function = True, masks.local_mask_function
+    return joined
 
 
 @dataclass(frozen=True)
@@ -191,23 +175,19 @@ class _MaskFunction:
         return (self.whole if has_whole_sequences() else masks.local_mask_function)(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _OverlappedProjections:
-    """Wraps a rotary embedding so that it waits for the all-to-all of queries and keys."""
-
-    name: str = "overlapped projections"
-
-    def wrap(
-        self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
-    ) -> Callable[..., Any] | None:
-        all_to_all = OverlappedAllToAll.of(module)
-        return kernel if all_to_all is None else _OverlappedRotary(kernel or reference, all_to_all)
+def _overlapped_rotary(
+    module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """A rotary embedding that waits for the all-to-all of queries and keys."""
+    all_to_all = OverlappedAllToAll.of(module)
+    return kernel if all_to_all is None else _OverlappedRotary(kernel or reference, all_to_all)
 
 
+_OVERLAPPED = Wrapper("overlapped projections", _overlapped_rotary)
 _RECURRENCES = {
-    "causal_conv1d": KernelWrapper("sharded sequences", ShardedConvolution),
-    "chunk_gated_delta_rule": KernelWrapper("Ulysses", UlyssesDeltaRule),
-    "mamba_chunk_scan": KernelWrapper("Ulysses", UlyssesScan),
+    "causal_conv1d": wrapper_of("sharded sequences", ShardedConvolution),
+    "chunk_gated_delta_rule": wrapper_of("Ulysses", UlyssesDeltaRule),
+    "mamba_chunk_scan": wrapper_of("Ulysses", UlyssesScan),
 }
 
 
@@ -265,11 +245,11 @@ def _check_recurrences(model: Any, state: ParallelState) -> None:
             kv_repeats(heads, getattr(module, "n_groups", heads), state.sp, SCAN_HEADS)
 
 
+@dataclass(eq=False)
 class _OverGlobalSequences:
     """A load-balancing loss over global sequences; each rank's router has the logits of its shard."""
 
-    def __init__(self, kernel: Callable[..., Tensor]) -> None:
-        self.kernel = kernel
+    kernel: Callable[..., Tensor]
 
     def __call__(
         self,
@@ -381,15 +361,12 @@ def _gather_cos_sin(module: nn.Module, args: Any, output: tuple[Tensor, Tensor])
     return tuple(gather_outputs(x, 1) for x in output)
 
 
+@dataclass(eq=False)
 class _OverlappedRotary:
     """A rotary embedding of queries and keys whose all-to-all has not finished."""
 
-    def __init__(self, kernel: Callable[..., Any], all_to_all: OverlappedAllToAll) -> None:
-        self.kernel = kernel
-        self.all_to_all = all_to_all
+    kernel: Callable[..., Any]
+    all_to_all: OverlappedAllToAll
 
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return self.kernel(self.all_to_all.wait("query", query), self.all_to_all.wait("key", key), cos, sin)
-
-    def __repr__(self) -> str:
-        return f"<overlapped {self.kernel!r}>"

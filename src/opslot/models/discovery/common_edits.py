@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from opslot.models.discovery.sequences import calls_to_give_positions, methods_that_pad
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.source import find_nodes
 from opslot.slots.protocol import UPSTREAM_GLOBALS
 
 # Heads that Transformers' `Generic<head>` mixins implement.
@@ -44,7 +44,7 @@ def _define_globals(patch: PatchConfig, module: ModuleView) -> None:
     Before 5.15, Mamba's constructors assign the functions of mamba_ssm, and whether there are any. `apply` copies the
     values that upstream's module has.
     """
-    declared = {name for node in module.nodes if isinstance(node, ast.Global) for name in node.names}
+    declared = {name for node in find_nodes(ast.Global, module.tree) for name in node.names}
     names = sorted(declared - {node.id for top in module.tree.body for node in _assigned(top)})
     if names:
         patch.add_final_block(
@@ -74,26 +74,21 @@ def _separate_documents(patch: PatchConfig, module: ModuleView) -> None:
 
 def _first_statement(module: ModuleView, method: str) -> str:
     """Source text of a method's first statement after its docstring."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
+    definition = module.function(method)
     return ast.unparse(definition.body[1 if ast.get_docstring(definition) else 0])
 
 
 def _select_frequencies_per_document(patch: PatchConfig, module: ModuleView) -> None:
     """Let frequencies that depend on a length depend on that of each document, not of the longest one in a batch."""
     for _, forward in module.methods():
-        definition = module.upstream.find(forward)
-        decorators = definition.decorator_list if isinstance(definition, ast.FunctionDef) else ()
-        if "dynamic_rope_update" in map(ast.unparse, decorators):
+        if "dynamic_rope_update" in map(ast.unparse, module.function(forward).decorator_list):
             patch.decorate(forward, "opslot.ops.rotary_pos_emb.by_length", "per_document")
 
 
 def _assigned(statement: ast.stmt) -> Iterator[ast.Name]:
     """The names that a statement of a module assigns, outside of functions and classes."""
     if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        for node in nodes_below(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node
+        yield from (node for node in find_nodes(ast.Name, statement) if isinstance(node.ctx, ast.Store))
 
 
 def _record_outputs(patch: PatchConfig) -> None:

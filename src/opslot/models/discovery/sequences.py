@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, ModuleView, names_in
 from opslot.patchgen.releases import version_key
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.source import find_nodes, nodes_below
 from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, ON_GLOBAL_SEQUENCES, UNKNOWN_LAYERS
 
 # Transformers' masks of tokens that see earlier tokens of their document.
@@ -194,28 +194,25 @@ def _counting_rows(module: ModuleView) -> Iterator[str]:
             or "position_ids" in module.parameters(forward)
         ):
             continue
-        embeds = any(
-            ast.unparse(call.func) in embeddings for call in nodes_below(constructor) if isinstance(call, ast.Call)
-        )
+        embeds = any(ast.unparse(call.func) in embeddings for call in find_nodes(ast.Call, constructor))
         if embeds and "embed_positions" in module.text(forward):
             yield name
 
 
 def _pads_shifted(module: ModuleView, forward: str) -> bool:
     """Whether a method pads a range of tokens, so that they are shifted (MobileBERT)."""
-    definition = module.upstream.find(forward)
-    calls = (node for node in nodes_below(definition) if isinstance(node, ast.Call)) if definition is not None else ()
+    calls = find_nodes(ast.Call, module.upstream.find(forward))
     padded = (call.args[0] for call in calls if ast.unparse(call.func).endswith("functional.pad") and call.args)
     return any(isinstance(x, ast.Subscript) and ast.unparse(x.slice) == "(:, 1:)" for x in padded)
 
 
 def _attends_to_others(module: ModuleView, forward: str) -> bool:
     """Whether attention is always to the states of another module, whose documents are unknown."""
-    definition = module.upstream.find(forward)
-    if definition is None or "ALL_ATTENTION_FUNCTIONS" not in module.text(forward):
+    if "ALL_ATTENTION_FUNCTIONS" not in module.text(forward):
         return False
     others = OTHER_STATES & {*module.parameters(forward)}
-    tests = (node.test for node in nodes_below(definition) if isinstance(node, ast.If | ast.IfExp))
+    definition = module.upstream.find(forward)
+    tests = [*(n.test for n in find_nodes(ast.If, definition)), *(n.test for n in find_nodes(ast.IfExp, definition))]
     return bool(others) and not others & set().union(*map(names_in, tests))
 
 
@@ -228,14 +225,9 @@ def _acts_per_token(module: ModuleView, name: str, method: ast.FunctionDef) -> b
 
 def _counts_positions(method: ast.FunctionDef) -> bool:
     """Whether a method calls arange, other than where it gets no position_ids."""
-    without = (
-        n for n in nodes_below(method) if isinstance(n, ast.If) and ast.unparse(n.test) == "position_ids is None"
-    )
+    without = (node for node in find_nodes(ast.If, method) if ast.unparse(node.test) == "position_ids is None")
     defaults = {id(inner) for branch in without for node in branch.body for inner in nodes_below(node)}
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "arange" and id(node) not in defaults
-        for node in nodes_below(method)
-    )
+    return any(node.attr == "arange" and id(node) not in defaults for node in find_nodes(ast.Attribute, method))
 
 
 def _selects_under_mask(method: ast.FunctionDef) -> bool:
@@ -245,12 +237,12 @@ def _selects_under_mask(method: ast.FunctionDef) -> bool:
     """
     masked = {
         name
-        for node in nodes_below(method)
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(_MASKED)
+        for node in find_nodes(ast.Assign, method)
+        if ast.unparse(node.value).endswith(_MASKED)
         for name in _targets(iter([node]))
         if ast.unparse(node.value).startswith(name)
     }
-    returned = [ast.unparse(node.value) for node in nodes_below(method) if isinstance(node, ast.Return) and node.value]
+    returned = [ast.unparse(node.value) for node in find_nodes(ast.Return, method) if node.value]
     return bool(returned) and all(text.partition(".topk(")[0] in masked for text in returned)
 
 
@@ -258,15 +250,15 @@ def _modules(method: ast.FunctionDef) -> set[str]:
     """Names of torch's modules that a constructor makes."""
     attributes = {
         node.func.attr: ast.unparse(node.func.value)
-        for node in nodes_below(method)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        for node in find_nodes(ast.Call, method)
+        if isinstance(node.func, ast.Attribute)
     }
     return {name for name, owner in attributes.items() if owner in ("nn", "torch.nn") and name[:1].isupper()}
 
 
 def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[str]) -> str:
     """Why a method or function may mix tokens, or ""."""
-    raised = {id(inner) for node in nodes_below(method) if isinstance(node, ast.Raise) for inner in nodes_below(node)}
+    raised = {id(inner) for node in find_nodes(ast.Raise, method) for inner in nodes_below(node)}
     nodes = [node for statement in method.body for node in nodes_below(statement) if id(node) not in raised]
     mixing = next(filter(None, (_mixing_expression(module, node, seen) for node in nodes)), "")
     step = next(_single_steps(nodes), "")
@@ -278,8 +270,8 @@ def _single_steps(nodes: Iterable[ast.AST]) -> Iterator[str]:
     loops = [n for n in nodes if isinstance(n, ast.For) and ast.unparse(n.iter).startswith("range(")]
     for loop in loops:
         step = ast.unparse(loop.target)
-        for node in nodes_below(loop):
-            indices = node.slice.elts if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) else []
+        for node in find_nodes(ast.Subscript, loop):
+            indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
             if step in map(ast.unparse, indices[1:]):
                 yield ast.unparse(node)
 
@@ -374,10 +366,7 @@ def methods_that_pad(module: ModuleView) -> dict[str, str]:
     """
     found = {}
     for method, calls in module.callers(*_MASKS).items():
-        definition = module.upstream.find(method)
-        assigned = (
-            (node for node in nodes_below(definition) if isinstance(node, ast.Assign)) if definition else iter(())
-        )
+        assigned = find_nodes(ast.Assign, module.upstream.find(method))
         ones = _targets(node for node in assigned if ast.unparse(node.value).startswith("torch.ones("))
         given = {ast.unparse(k.value) for call in calls for k in call.keywords if k.arg == "attention_mask"}
         if ones & given:
@@ -388,19 +377,18 @@ def methods_that_pad(module: ModuleView) -> dict[str, str]:
 def _made_for_padding_only(module: ModuleView) -> Iterator[str]:
     """The methods that make a mask only where they get one of padding, which packed sequences do not have."""
     for method in module.callers(*_MASKS):
-        definition = module.upstream.find(method)
-        branches = (node for node in nodes_below(definition) if isinstance(node, ast.If)) if definition else iter(())
+        branches = find_nodes(ast.If, module.upstream.find(method))
         given = [
             node for node in branches if ast.unparse(node.test) == "attention_mask is not None" and not node.orelse
         ]
-        inside = (ast.unparse(x.func) for branch in given for x in nodes_below(branch) if isinstance(x, ast.Call))
+        inside = (ast.unparse(call.func) for call in find_nodes(ast.Call, *given))
         if _MASKS & {*inside}:
             yield method
 
 
 @lru_cache(maxsize=8)
 def _calls_without_positions(module: ModuleView) -> set[str]:
-    assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
+    assigned = [*find_nodes(ast.Assign, module.tree)]
     # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
     given = _targets(node for node in assigned if "position_ids" in _keys(node.value))
     given |= _targets(node for node in assigned if given and _copied(node.value) & given)
@@ -415,9 +403,9 @@ def _calls_without_positions(module: ModuleView) -> set[str]:
 
 
 def _calls_of(module: ModuleView, functions: set[str]) -> Iterator[ast.Call]:
-    for node in module.nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
-            yield node
+    for call in find_nodes(ast.Call, module.tree):
+        if isinstance(call.func, ast.Name) and call.func.id in functions:
+            yield call
 
 
 def _targets(assigned: Iterator[ast.Assign]) -> set[str]:
@@ -426,8 +414,8 @@ def _targets(assigned: Iterator[ast.Assign]) -> set[str]:
 
 def _copied(node: ast.AST) -> set[str]:
     """The names whose `copy()` is called."""
-    calls = (call.func for call in nodes_below(node) if isinstance(call, ast.Call))
-    return set().union(*(names_in(f) for f in calls if isinstance(f, ast.Attribute) and f.attr == "copy"))
+    called = (call.func for call in find_nodes(ast.Call, node))
+    return set().union(*(names_in(f) for f in called if isinstance(f, ast.Attribute) and f.attr == "copy"))
 
 
 def _keys(node: ast.AST) -> set[str]:

@@ -60,34 +60,27 @@ def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
         cu_seqlens = cu_seqlens_in(kwargs)
         if not takes_any:
             kwargs = {name: value for name, value in kwargs.items() if name in parameters}
-        ranks = ranks_of_shards(self) if takes_earlier_tokens(self) else None
-        if ranks is not None:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            given = {name: value for name, value in given.items() if name not in _DOCUMENTS}
-            return _run_on_shards(
-                functools.partial(forward, self), takes_earlier_tokens(self), given, cu_seqlens, ranks
-            )
-        if cu_seqlens is None or why_by_document(self) is None:
+        earlier = takes_earlier_tokens(self)
+        ranks = ranks_of_shards(self) if earlier else None
+        if ranks is None and (cu_seqlens is None or why_by_document(self) is None):
             return forward(self, *args, **kwargs)
-        given = {name: value for name, value in kwargs.items() if name not in _DOCUMENTS}
-        named = dict(zip(names, args, strict=False))
-        return _run(functools.partial(forward, self), list(named), [*named.values()], given, cu_seqlens)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if name not in _DOCUMENTS}
+        own = functools.partial(forward, self)
+        return _run(own, given, cu_seqlens) if ranks is None else _run_on_shards(own, earlier, given, cu_seqlens, ranks)
 
     return call
 
 
 # Lengths are Python integers, which a compiled graph could not read from a tensor.
 @torch.compiler.disable
-def _run(
-    forward: Callable[..., Any], names: list[str], args: list[Any], kwargs: dict[str, Any], cu_seqlens: Tensor
-) -> Any:
-    batch, length = _tokens(args, kwargs)
+def _run(forward: Callable[..., Any], kwargs: dict[str, Any], cu_seqlens: Tensor | None) -> Any:
+    batch, length = _tokens(kwargs)
     documents = list(_documents(cu_seqlens, batch, length))
-    results = []
-    for document in documents:
-        part = functools.partial(_parts, document, batch, length)
-        named = {name: part(name, x) for name, x in kwargs.items()}
-        results.append(forward(*map(part, names, args), **named))
+    results = [
+        forward(**{name: _parts(document, batch, length, name, x) for name, x in kwargs.items()})
+        for document in documents
+    ]
     return _join(results, documents)
 
 
@@ -104,7 +97,7 @@ def _run_on_shards(
     The arguments `with_earlier` are gathered once, and have all tokens of the document up to the end of its part. All
     communication is there, since the ranks have parts of different numbers of documents.
     """
-    batch, length = _tokens([], kwargs)
+    batch, length = _tokens(kwargs)
     first, total = dist.get_rank(ranks) * length, ranks.size() * length
     whole = {name: pytree.tree_map(lambda x: gather_tokens(x, ranks), kwargs[name]) for name in with_earlier}
     results, parts = [], []
@@ -129,9 +122,9 @@ def _join(results: list[Any], documents: list[Document]) -> Any:
     return pytree.tree_unflatten(joined, specs[0])
 
 
-def _tokens(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+def _tokens(kwargs: dict[str, Any]) -> tuple[int, int]:
     """Rows and tokens of a row, of the first tensor of activations [B, S, ...]."""
-    tensors = pytree.tree_leaves((args, kwargs))
+    tensors = pytree.tree_leaves(kwargs)
     states = next(x for x in tensors if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2)
     return states.shape[0], states.shape[1]
 

@@ -7,13 +7,17 @@ from typing import Any
 from torch.nn.modules import module as base
 
 
-def has_hooks(module: Any) -> bool:
-    """Whether a call of `module` runs more than its forward."""
+def has_own_hooks(module: Any) -> bool:
+    """Whether hooks are registered on `module`, for its forward or its backward pass."""
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether a call of `module` runs more than its forward: hooks of its own, or of all modules."""
+    return bool(
+        has_own_hooks(module)
         or base._global_forward_hooks
         or base._global_forward_pre_hooks
         or base._global_backward_hooks

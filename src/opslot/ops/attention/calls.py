@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from opslot.ops.attention.reference import unpack_bits
 from opslot.ops.attention.visible import Visible
 from opslot.slots.protocol import is_own_attention
 
@@ -50,23 +51,9 @@ def selected_keys(config: Any, compressed: Any, selected: Any) -> dict[str, Any]
     return {"compressed_keys": compressed.shape[2], "selected": selected}
 
 
-def visible_keys(module: Any, query: Any, key: Any, mask: Any, kwargs: dict[str, Any]) -> Visible:
-    """What opslot's kernel of attention would show with `mask`; see `indexed.visible_keys`."""
-    from opslot.ops.attention import indexed
-
-    return indexed.visible_keys(module, query, key, mask, kwargs)
-
-
 def selects_bits(mask: Any) -> bool:
     """Whether an indexer returns the selected keys as bits."""
     return isinstance(mask, Visible)
-
-
-def select_keys(*args: Any) -> Any:
-    """The selected keys as bits; see `indexed.select_keys`."""
-    from opslot.ops.attention import indexed
-
-    return indexed.select_keys(*args)
 
 
 def mask_of(mask: Any) -> Any:
@@ -81,48 +68,6 @@ def visible_by_mask(mask: Any) -> Visible:
     return Visible(None, (mask if mask.dtype == mask.bool().dtype else mask == 0)[:, 0])
 
 
-def visible_where(shown: Any) -> Visible:
-    """The keys of a mask bool [B, S, T]."""
-    return Visible(None, shown)
-
-
 def dense_mask(bits: Any, keys: int) -> Any:
     """Bool [B, 1, S, keys] of the bits of selected keys."""
-    from opslot.ops.attention.reference import unpack_bits
-
     return unpack_bits(bits, keys)[:, None]
-
-
-def keys_of_all_ranks(*args: Any) -> Any:
-    """Keys of the whole sequence; see `indexed.keys_of_all_ranks`."""
-    from opslot.ops.attention import indexed
-
-    return indexed.keys_of_all_ranks(*args)
-
-
-def pools_of(*args: Any) -> Any:
-    """The pools of keys that an indexer selects; see `pools.pools_of`."""
-    from opslot.ops.attention import pools
-
-    return pools.pools_of(*args)
-
-
-def select_pools(*args: Any) -> Any:
-    """The keys of the selected pools as bits; see `pools.select_pools`."""
-    from opslot.ops.attention import pools
-
-    return pools.select_pools(*args)
-
-
-def select_blocks(*args: Any) -> Any:
-    """The keys of the selected blocks as bits; see `pools.select_blocks`."""
-    from opslot.ops.attention import pools
-
-    return pools.select_blocks(*args)
-
-
-def blocks_before(position_ids: Any, keys: int, size: int) -> Any:
-    """Blocks of `size` keys of `keys`, and the keys up to each position: arguments of block_max in indexer_scores."""
-    from opslot.ops.attention import pools
-
-    return pools.blocks_before(position_ids, keys, size)

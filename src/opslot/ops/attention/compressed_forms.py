@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
@@ -63,7 +64,8 @@ class CompressedAttention:
                 yield Skip(name, OP, f"gets compressed keys from {unknown[0] if unknown else 'no class'}, not reviewed")
             else:
                 kinds = {owner: row.variant for owner, row in compressors.items() if row is not None}
-                yield Match(name, OP, VARIANT, _Write(name, tuple(kinds.items()), tuple(_indexers(module))))
+                indexers = [owner for owner, _ in module.methods() if owner.endswith("Indexer")]
+                yield Match(name, OP, VARIANT, partial(_write, name, kinds, indexers))
 
 
 def _is_compressed(module: ModuleView, forward: str) -> bool:
@@ -77,73 +79,63 @@ def _compressors(module: ModuleView) -> Iterator[tuple[str, Reviewed | None]]:
             yield name, COMPRESSORS.get(module.fingerprint(forward) or "")
 
 
-def _indexers(module: ModuleView) -> Iterator[str]:
-    return (name for name, _ in module.methods() if name.endswith("Indexer"))
+def _write(name: str, compressors: Mapping[str, str], indexers: list[str], patch: PatchConfig) -> None:
+    """Declare the attention of class `name`, and pass it which keys each query sees instead of a mask of them."""
+    patch.slot_config([name], Slot(OP, VARIANT), depends=["eager_attention_forward"])
+    options = {"sliding_window": "sliding_window", "s_aux": "sinks", "dropout": "attention_dropout"}
+    patch.set_attribute(name, ATTENTION_OPTIONS, (VARIANT, options))
+    # Padding is compressed too, so the hidden states there reach other tokens.
+    patch.set_attribute(name, READS_PADDING, ALL_PADDING)
+    # Also layers without a compressor run once for each document: masks may not separate documents, as with the
+    # cache that the model always makes in Transformers 5.9.
+    patch.set_attribute(name, KEEPS_SEQUENCES, f"{name} has layers that compress keys of the sequence")
+    forward = f"{name}.forward"
+    patch.insert_after(
+        forward,
+        "kv = torch.cat([kv, compressed_kv], dim=2)",
+        "kwargs |= selected_keys(self.config, compressed_kv, block_bias)",
+    )
+    # A padding mask stays one of the keys of tokens.
+    is_mask = "isinstance(attention_mask, torch.Tensor)"
+    patch.replace(forward, is_mask, f"({is_mask} and attention_mask.dim() == 4)")
+    patch.add_import(_CALLS, ["selected_keys", "takes_selected_keys"])
+    _take_earlier_tokens(name, indexers, patch)
+    for compressor, kind in compressors.items():
+        scope = f"{compressor}.forward"
+        if kind == "indices":
+            patch.insert_after(scope, "top_k_indices = self.indexer($*args)", f"{_IF_BOUND}top_k_indices")
+        else:
+            counts = "(position_ids + 1) // self.compress_rate"
+            patch.insert_before(scope, "entry_indices = torch.arange($*args)", f"{_IF_BOUND}{counts}")
 
 
-@dataclass(frozen=True)
-class _Write:
-    """Declares the attention of class `name`, and passes it which keys each query sees instead of a mask of them."""
-
-    name: str
-    compressors: tuple[tuple[str, str], ...]
-    indexers: tuple[str, ...]
-
-    def __call__(self, patch: PatchConfig) -> None:
-        patch.slot_config([self.name], Slot(OP, VARIANT), depends=["eager_attention_forward"])
-        options = {"sliding_window": "sliding_window", "s_aux": "sinks", "dropout": "attention_dropout"}
-        patch.set_attribute(self.name, ATTENTION_OPTIONS, (VARIANT, options))
-        # Padding is compressed too, so the hidden states there reach other tokens.
-        patch.set_attribute(self.name, READS_PADDING, ALL_PADDING)
-        # Also layers without a compressor run once for each document: masks may not separate documents, as with the
-        # cache that the model always makes in Transformers 5.9.
-        patch.set_attribute(self.name, KEEPS_SEQUENCES, f"{self.name} has layers that compress keys of the sequence")
-        forward = f"{self.name}.forward"
+def _take_earlier_tokens(name: str, indexers: list[str], patch: PatchConfig) -> None:
+    """Let hidden states and cosines have tokens before those of position_ids, whose keys alone are computed."""
+    patch.set_attribute(name, TAKES_EARLIER_TOKENS, ("hidden_states", "position_embeddings"))
+    forward = f"{name}.forward"
+    for pattern, replacement in (
+        ("self.q_a_proj(hidden_states)", f"self.q_a_proj({_LAST.format('hidden_states')})"),
+        (
+            "self.q_b_proj(q_residual).view(*hidden_shape)",
+            "self.q_b_proj(q_residual).view(*q_residual.shape[:-1], -1, self.head_dim)",
+        ),
+        (
+            "q = apply_rotary_pos_emb(q, cos, sin)",
+            f"q = apply_rotary_pos_emb(q, {_LAST.format('cos')}, {_LAST.format('sin')})",
+        ),
+    ):
+        patch.replace(forward, pattern, replacement)
+    patch.insert_after(
+        forward,
+        "kv = apply_rotary_pos_emb(kv, cos, sin)",
+        f"input_shape, cos, sin = q_residual.shape[:-1], {_LAST.format('cos')}, {_LAST.format('sin')}",
+    )
+    for indexer in indexers:
         patch.insert_after(
-            forward,
-            "kv = torch.cat([kv, compressed_kv], dim=2)",
-            "kwargs |= selected_keys(self.config, compressed_kv, block_bias)",
+            f"{indexer}.forward",
+            "gate = self.gate_proj(hidden_states)",
+            f"hidden_states, seq_len = {_LAST.format('hidden_states')}, position_ids.shape[1]",
         )
-        # A padding mask stays one of the keys of tokens.
-        is_mask = "isinstance(attention_mask, torch.Tensor)"
-        patch.replace(forward, is_mask, f"({is_mask} and attention_mask.dim() == 4)")
-        patch.add_import(_CALLS, ["selected_keys", "takes_selected_keys"])
-        self._take_earlier_tokens(patch)
-        for compressor, kind in self.compressors:
-            scope = f"{compressor}.forward"
-            if kind == "indices":
-                patch.insert_after(scope, "top_k_indices = self.indexer($*args)", f"{_IF_BOUND}top_k_indices")
-            else:
-                counts = "(position_ids + 1) // self.compress_rate"
-                patch.insert_before(scope, "entry_indices = torch.arange($*args)", f"{_IF_BOUND}{counts}")
-
-    def _take_earlier_tokens(self, patch: PatchConfig) -> None:
-        """Let hidden states and cosines have tokens before those of position_ids, whose keys alone are computed."""
-        patch.set_attribute(self.name, TAKES_EARLIER_TOKENS, ("hidden_states", "position_embeddings"))
-        forward = f"{self.name}.forward"
-        for pattern, replacement in (
-            ("self.q_a_proj(hidden_states)", f"self.q_a_proj({_LAST.format('hidden_states')})"),
-            (
-                "self.q_b_proj(q_residual).view(*hidden_shape)",
-                "self.q_b_proj(q_residual).view(*q_residual.shape[:-1], -1, self.head_dim)",
-            ),
-            (
-                "q = apply_rotary_pos_emb(q, cos, sin)",
-                f"q = apply_rotary_pos_emb(q, {_LAST.format('cos')}, {_LAST.format('sin')})",
-            ),
-        ):
-            patch.replace(forward, pattern, replacement)
-        patch.insert_after(
-            forward,
-            "kv = apply_rotary_pos_emb(kv, cos, sin)",
-            f"input_shape, cos, sin = q_residual.shape[:-1], {_LAST.format('cos')}, {_LAST.format('sin')}",
-        )
-        for indexer in self.indexers:
-            patch.insert_after(
-                f"{indexer}.forward",
-                "gate = self.gate_proj(hidden_states)",
-                f"hidden_states, seq_len = {_LAST.format('hidden_states')}, position_ids.shape[1]",
-            )
 
 
 FORMS = (CompressedAttention(),)

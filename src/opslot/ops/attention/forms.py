@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot, indexed_attention
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.source import find_nodes
 from opslot.slots.protocol import ATTENTION_OPTIONS, COMPUTES_ATTENTION
 
 OP = "attention"
@@ -101,8 +101,6 @@ kwargs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
 attention_mask = None
 """
 
-_CALLS = "opslot.ops.attention.calls"
-
 
 @dataclass(frozen=True)
 class Attention:
@@ -126,44 +124,40 @@ class Attention:
             if reason:
                 yield Skip(name, OP, reason)
             else:
-                slot, cross = Slot(OP, variant), _cross_calls(module, forward)
-                masks = tuple(_with_block_masks(module))
-                write = _Write(name, slot, eager, _options(module, forward), cross, masks, indexed)
-                yield Match(name, OP, variant, write)
+                yield self._match(module, name, forward, Slot(OP, variant), eager, indexed)
 
+    @staticmethod
+    def _match(
+        module: ModuleView,
+        name: str,
+        forward: str,
+        slot: Slot,
+        eager: str,
+        indexed: indexed_attention.IndexedForm | None,
+    ) -> Match:
+        """The attention of class `name`; of its text, only calls that may be cross attention change."""
+        options, cross, block_masks = (
+            _options(module, forward),
+            _cross_calls(module, forward),
+            _with_block_masks(module),
+        )
 
-@dataclass(frozen=True)
-class _Write:
-    """Declares the attention of class `name`; of its text, only calls that may be cross attention change.
+        def write(patch: PatchConfig) -> None:
+            if indexed is not None:
+                indexed.write(patch, name)
+            patch.slot_config([name], slot, depends=[eager])
+            patch.set_attribute(name, ATTENTION_OPTIONS, (slot.variant, options))
+            for method in block_masks:
+                patch.replace(method, _NO_MASK, _IMAGE_BOUNDARIES)
+            if cross is None:
+                return
+            condition, calls = cross
+            for call, count in calls.items():
+                marked = f"{call.removesuffix(')')}, **cross_attention_argument(self.config, {condition}))"
+                patch.replace(forward, call, marked, count=count)
+            patch.add_import("opslot.ops.attention.calls", ["cross_attention_argument"])
 
-    Attributes:
-        cross: those calls, and how often each is in the text; after the condition under which it is cross attention.
-        block_masks: the methods that do not pass the boundaries of images.
-        indexed: how it attends to the keys that an indexer selects; None where it has none.
-    """
-
-    name: str
-    slot: Slot
-    eager: str
-    options: dict[str, str]
-    cross: tuple[str, Counter[str]] | None
-    block_masks: tuple[str, ...]
-    indexed: indexed_attention.IndexedForm | None
-
-    def __call__(self, patch: PatchConfig) -> None:
-        if self.indexed is not None:
-            self.indexed.write(patch, self.name)
-        patch.slot_config([self.name], self.slot, depends=[self.eager])
-        patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
-        for method in self.block_masks:
-            patch.replace(method, _NO_MASK, _IMAGE_BOUNDARIES)
-        if self.cross is None:
-            return
-        condition, calls = self.cross
-        for call, count in calls.items():
-            marked = f"{call.removesuffix(')')}, **cross_attention_argument(self.config, {condition}))"
-            patch.replace(f"{self.name}.forward", call, marked, count=count)
-        patch.add_import(_CALLS, ["cross_attention_argument"])
+        return Match(name, OP, slot.variant, write)
 
 
 @dataclass(frozen=True)
@@ -182,9 +176,9 @@ def _computes_attention(module: ModuleView, name: str) -> bool:
     text = module.text(name)
     if not re.search(r"Attention|Attn", name) or "ALL_ATTENTION_FUNCTIONS" in text or READS_BOOLS in text:
         return False
-    nodes = nodes_below(module.classes[name])
-    called = [ast.unparse(node.func).rpartition(".")[2].lower() for node in nodes if isinstance(node, ast.Call)]
-    operators = sum(isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult) for node in nodes)
+    definition = module.classes[name]
+    called = [ast.unparse(call.func).rpartition(".")[2].lower() for call in find_nodes(ast.Call, definition)]
+    operators = sum(isinstance(node.op, ast.MatMult) for node in find_nodes(ast.BinOp, definition))
     # Also modules that wrap them, such as self.matmul_qk.
     products = operators + sum(function in _PRODUCTS or function.startswith("matmul_") for function in called)
     return not _FUSED.isdisjoint(called) or ("softmax" in called and products > 1)
@@ -198,25 +192,25 @@ def is_sparse(module: ModuleView, forward: str) -> bool:
 
 def adds_given_masks(module: ModuleView) -> bool:
     """Whether a class's forward adds attention_mask to something where it is not None, whatever its dtype."""
-    methods = (module.upstream.find(forward) for _, forward in module.methods())
-    branches = (node for m in methods if m is not None for node in nodes_below(m) if isinstance(node, ast.If))
+    branches = find_nodes(ast.If, *(module.upstream.find(forward) for _, forward in module.methods()))
     given = (node.body for node in branches if ast.unparse(node.test) == "attention_mask is not None")
     return any(ast.unparse(statement).endswith(" + attention_mask") for body in given for statement in body)
 
 
 def cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
     """The text of each branch of a method that passes cu_seqlens to a FlashAttention of Transformers."""
-    definition = module.upstream.find(forward)
-    if definition is None or "is_flash_attention_requested" not in module.text(forward):
+    if "is_flash_attention_requested" not in module.text(forward):
         return []
-    branches = (node for node in nodes_below(definition) if isinstance(node, ast.If))
-    texts = ("\n".join(map(ast.unparse, node.body)) for node in branches if _asks_for_flash(node.test))
-    blocks = any(ast.unparse(call) == _BLOCK_MASK for call in nodes_below(definition) if isinstance(call, ast.Call))
+    definition = module.upstream.find(forward)
+    branches = (node for node in find_nodes(ast.If, definition) if _asks_for_flash(node.test))
+    texts = ("\n".join(map(ast.unparse, node.body)) for node in branches)
+    blocks = any(ast.unparse(call) == _BLOCK_MASK for call in find_nodes(ast.Call, definition))
     return [text for text in texts if "cu_seq_lens_q" in text or (blocks and text == _NO_MASK)]
 
 
-def _with_block_masks(module: ModuleView) -> Iterator[str]:
-    return (forward for _, forward in module.methods() if _NO_MASK in cu_seqlens_branches(module, forward))
+def _with_block_masks(module: ModuleView) -> list[str]:
+    """The methods that do not pass the boundaries of images."""
+    return [forward for _, forward in module.methods() if _NO_MASK in cu_seqlens_branches(module, forward)]
 
 
 def _asks_for_flash(test: ast.expr) -> bool:
@@ -308,7 +302,7 @@ def _is_causal_by_mask(module: ModuleView, name: str) -> bool:
     if "is_causal" not in names or not _is_false(defaults.get("is_causal")):
         return False
     place = names.index("is_causal") - 1
-    made = [node for node in module.nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == name]
+    made = [call for call in find_nodes(ast.Call, module.tree) if ast.unparse(call.func) == name]
     given = (
         len(call.args) > place or any(keyword.arg in ("is_causal", None) for keyword in call.keywords) for call in made
     )
@@ -329,15 +323,11 @@ def _cross_calls(module: ModuleView, forward: str) -> tuple[str, Counter[str]] |
     definition = module.upstream.find(forward)
     given = sorted(OTHER_STATES & {*module.parameters(forward)})
     # The first concatenates keys of its own and other states; the second may not be given the other states.
-    if (
-        definition is None
-        or len(given) != 1
-        or re.search(r"torch\.cat\(|self\.is_cross_attention", module.text(forward))
-    ):
+    if len(given) != 1 or re.search(r"torch\.cat\(|self\.is_cross_attention", module.text(forward)):
         return None
     (states,) = given
     calls = Counter(map(ast.unparse, module.calls(forward, "attention_interface")))
-    if not any(isinstance(node, ast.Compare) and ast.unparse(node.left) == states for node in nodes_below(definition)):
+    if not any(ast.unparse(node.left) == states for node in find_nodes(ast.Compare, definition)):
         return "True", calls
     return (f"{states} is not None", calls) if _is_unchanged(module, forward, states) else None
 
@@ -353,15 +343,13 @@ def _is_given(module: ModuleView, forward: str, mask: str) -> bool:
     if _is_unchanged(module, forward, mask):
         return True
     definition = module.upstream.find(forward)
-    assert definition is not None
     conditions = {f"{states} is not None" for states in OTHER_STATES}
-    nodes = list(ast.walk(definition))
-    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    assigned = [*find_nodes(ast.Assign, definition)]
     conditions |= {ast.unparse(node.targets[0]) for node in assigned if ast.unparse(node.value) in conditions}
-    branches = [node.body for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) in conditions]
+    branches = [node.body for node in find_nodes(ast.If, definition) if ast.unparse(node.test) in conditions]
     other = {ast.unparse(node) for body in branches for node in body}
     changes = [node for node in assigned if any(ast.unparse(target) == mask for target in node.targets)]
-    stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == mask and isinstance(n.ctx, ast.Store)]
+    stores = [n for n in find_nodes(ast.Name, definition) if n.id == mask and isinstance(n.ctx, ast.Store)]
     return (
         mask in module.parameters(forward)
         and len(stores) == len(changes)
@@ -373,10 +361,9 @@ def _is_given(module: ModuleView, forward: str, mask: str) -> bool:
 
 def _is_unchanged(module: ModuleView, forward: str, text: str) -> bool:
     """Whether an expression is a parameter of the method that the method does not assign."""
-    definition = module.upstream.find(forward)
-    assert definition is not None
-    names = (node for node in nodes_below(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-    return text in module.parameters(forward) and all(node.id != text for node in names)
+    names = find_nodes(ast.Name, module.upstream.find(forward))
+    assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    return text in module.parameters(forward) and text not in assigned
 
 
 def _options(module: ModuleView, forward: str) -> dict[str, str]:
@@ -408,7 +395,7 @@ def _makes_masks_for_parts(module: ModuleView) -> str:
         configs = {ast.unparse(keyword.value) for call in calls for keyword in call.keywords if keyword.arg == "config"}
         if "self.config" not in configs or constructor is None:
             continue
-        made = [node for node in nodes_below(constructor) if isinstance(node, ast.Call) and node.args]
+        made = [call for call in find_nodes(ast.Call, constructor) if call.args]
         given = {ast.unparse(call.args[0]) for call in made if ast.unparse(call.func) in module.classes}
         layers = [call for call in made if re.search(r"(Layer|Block|Attention)$", ast.unparse(call.func))]
         if not layers and sum(bool(re.fullmatch(r"(self\.)?config\.\w+_config", config)) for config in given) > 1:
@@ -418,7 +405,7 @@ def _makes_masks_for_parts(module: ModuleView) -> str:
 
 def _assigns_masks(module: ModuleView) -> bool:
     """Whether a name for the mask of attention is assigned anything but None."""
-    assigned = (node for node in module.nodes if isinstance(node, ast.Assign) and ast.unparse(node.value) != "None")
+    assigned = (node for node in find_nodes(ast.Assign, module.tree) if ast.unparse(node.value) != "None")
     return any(re.search(r"(attention|attn)_mask", ast.unparse(target)) for node in assigned for target in node.targets)
 
 

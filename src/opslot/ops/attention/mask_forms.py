@@ -10,7 +10,7 @@ from dataclasses import dataclass
 # Discovery loads it first, so this does not import its package, which imports torch.
 from opslot.ops.attention.forms import OP, READS_BOOLS, adds_given_masks, cu_seqlens_branches, is_sparse, mask_of
 from opslot.patchgen.forms import ClassFact, ModuleView, Skip
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.source import find_nodes
 from opslot.slots.protocol import ALL_PADDING, CU_SEQLENS_FOR_FLASH, FIRST_PADDING, MASKS_OF, READS_PADDING
 
 _ASK_BINDING = """\
@@ -90,15 +90,13 @@ def _adds_own_mask(module: ModuleView, name: str) -> bool:
 
     Not where the module asks for one always.
     """
-    calls = (node for node in module.nodes if isinstance(node, ast.Call))
+    calls = find_nodes(ast.Call, module.tree)
     if any(keyword.arg == "allow_is_causal_skip" for call in calls for keyword in call.keywords):
         return False
     masks = {mask_of(call) for call in module.calls(f"{name}.forward", "attention_interface")}
-    forward = module.upstream.find(f"{name}.forward")
-    assigned = (node for node in nodes_below(forward) if isinstance(node, ast.Assign)) if forward is not None else ()
     makers = [
         ast.unparse(node.value.func).removeprefix("self.")
-        for node in assigned
+        for node in find_nodes(ast.Assign, module.upstream.find(f"{name}.forward"))
         if ast.unparse(node.targets[0]) in masks and isinstance(node.value, ast.Call)
     ]
     return any("attention_mask is not None" in module.text(f"{name}.{maker}") for maker in makers)

@@ -31,8 +31,7 @@ class LanguageModelHeads:
 
     @staticmethod
     def _head(module: ModuleView, name: str, forward: str) -> Match | Skip:
-        function, init = module.upstream.find(forward), module.upstream.find(f"{name}.__init__")
-        assert isinstance(function, ast.FunctionDef)
+        function, init = module.function(forward), module.upstream.find(f"{name}.__init__")
         assert init is None or isinstance(init, ast.FunctionDef)
         try:
             loss_region(function, init, name, module.classes)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.hooks import has_own_hooks
 from opslot.ops.cross_entropy_loss.low_rank import adds_adapters, has_low_rank, linear_of, low_rank_problem
 from opslot.slots import BoundKernel, protocol, walk_slots
 
@@ -45,8 +46,8 @@ def _head_problem(kernel: BoundKernel, model: Any, head: Any, around: tuple[Any,
         return f"the output head is a {type(head).__name__}, whose forward is more than a linear layer's"
     if any("forward" in module.__dict__ for module in around):
         return "the forward of a module around the output head was replaced"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in (head, linear, *around)):
-        return "the output head has forward hooks, which need its output"
+    if any(map(has_own_hooks, (head, linear, *around))):
+        return "the output head has hooks, which need its output"
     if has_low_rank(head):
         if not adds_adapters(kernel.kernel):
             return "the output head has LoRA adapters, which this kernel does not add"

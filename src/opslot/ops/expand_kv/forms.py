@@ -73,8 +73,8 @@ class ExpandedKeys:
 
     def find(self, module: ModuleView) -> Iterator[Match]:
         for name, forward in module.methods():
-            definition = module.upstream.find(forward)
-            if ".expand(" in module.text(forward) and isinstance(definition, ast.FunctionDef):
+            if ".expand(" in module.text(forward):
+                definition = module.function(forward)
                 found = [each for each in _find_statements(definition.body) if _is_closed(definition, each)]
                 if len(found) == 1:
                     yield Match(name, _SLOT.op, _SLOT.variant, partial(_write_statements, forward, found[0]))
@@ -122,7 +122,6 @@ def _is_closed(definition: ast.FunctionDef, found: _Statements) -> bool:
 
 def _write_statements(forward: str, found: _Statements, patch: PatchConfig) -> None:
     """Leave the heads whole, and let the slot compute keys and values where keys are concatenated."""
-    found = found
     whole = f"{found.k_nope} = {found.kv}"
     patch.replace(forward, ast.unparse(found.split), f"if {_BOUND} is not None:\n    {whole}\nelse:\n    $match")
     patch.replace(forward, ast.unparse(found.expand), f"if {_BOUND} is None:\n    $match")

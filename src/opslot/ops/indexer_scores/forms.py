@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
@@ -60,7 +61,6 @@ else:
     weights = $weights
     index_scores = {kernel}({arguments})
 """
-_CALLS = "opslot.ops.attention.calls"
 _WEIGHTS_OF_HEADS = "self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * (self.n_heads**-0.5)"
 # Of Qwen4: without a slot, a loop over all queries.
 _SELECTS_POOLS = """\
@@ -81,8 +81,8 @@ _SELECTS_GATED_POOLS = f"""\
 if selects_bits(visible):
     if packed_states.shape[1] != seq_len:
         shown = packed_states[..., -1].bool()
-        visible = visible_where(
-            self.get_visible_tokens(valid_keys=shown, q_length=seq_len, current_length=current_length)
+        visible = Visible(
+            None, self.get_visible_tokens(valid_keys=shown, q_length=seq_len, current_length=current_length)
         )
     packed_states = keys_of_all_ranks(packed_states, visible)
     pools = pools_of(visible, packed_states.shape[1], self.index_kpool)
@@ -124,14 +124,14 @@ class _Selection:
         variant: of the slot.
         inserted: statements that call the slot, before the statement at their beginning.
         replaced: statements, and what replaces them.
-        imports: what these call.
+        imports: what these call, by module.
     """
 
     hashes: Mapping[str, str]
     variant: str
     inserted: tuple[tuple[str, str], ...]
     replaced: tuple[tuple[str, str], ...]
-    imports: tuple[str, ...]
+    imports: Mapping[str, tuple[str, ...]]
 
     def matches(self, module: ModuleView, name: str) -> bool:
         return all(module.fingerprint(f"{name}.{method}") == hash_ for method, hash_ in self.hashes.items())
@@ -144,7 +144,11 @@ _SELECTIONS = (
         "standard",
         (("visible_token_indices = $mask", _SELECTS_POOLS),),
         (),
-        ("dense_mask", "keys_of_all_ranks", "pools_of", "select_pools", "selects_bits", "visible_by_mask"),
+        {
+            "opslot.ops.attention.calls": ("dense_mask", "selects_bits", "visible_by_mask"),
+            "opslot.ops.attention.indexed": ("keys_of_all_ranks",),
+            "opslot.ops.attention.pools": ("pools_of", "select_pools"),
+        },
     ),
     # glm5_next
     _Selection(
@@ -163,7 +167,12 @@ _SELECTIONS = (
             ("valid_keys = packed_states[..., -1].bool()", _SELECTS_GATED_POOLS),
         ),
         ((_STATEMENTS["pool_keys", _SCALE], _SCORES_ALONE.replace("{arguments}", f"q, pool_keys, weights, {_SCALE}")),),
-        ("keys_of_all_ranks", "mask_of", "pools_of", "select_pools", "selects_bits", "visible_where"),
+        {
+            "opslot.ops.attention.calls": ("mask_of", "selects_bits"),
+            "opslot.ops.attention.indexed": ("keys_of_all_ranks",),
+            "opslot.ops.attention.pools": ("pools_of", "select_pools"),
+            "opslot.ops.attention.visible": ("Visible",),
+        },
     ),
     # minimax_m3_vl
     _Selection(
@@ -171,7 +180,10 @@ _SELECTIONS = (
         "block_max",
         (("k_len = idx_k.shape[2]", _SELECTS_BLOCKS),),
         ((_BLOCK_SCORES, _BLOCK_SCORES_BY_KERNEL),),
-        ("blocks_before", "select_blocks", "selects_bits"),
+        {
+            "opslot.ops.attention.calls": ("selects_bits",),
+            "opslot.ops.attention.pools": ("blocks_before", "select_blocks"),
+        },
     ),
 )
 
@@ -206,44 +218,33 @@ class IndexerScores:
         for name, _ in module.methods():
             found, selection = _statements(module, name), _selection(module, name)
             if selection is not None:
-                yield Match(name, OP, selection.variant, _WriteSelection(name, selection))
+                yield Match(name, OP, selection.variant, partial(_write_selection, name, selection))
             elif found is not None:
-                yield Match(name, OP, _SLOT.variant, _Write(name, found, selects_keys(module, name)))
+                yield Match(name, OP, _SLOT.variant, partial(_write, name, found, selects_keys(module, name)))
             elif name.endswith("Indexer") and _INLINE.search(module.text(f"{name}.forward")):
                 yield Skip(name, OP, "scores keys in another way than the reviewed forms")
 
 
-@dataclass(frozen=True)
-class _Write:
-    """Routes the statements of class `name` through the slot."""
-
-    name: str
-    statements: tuple[str, str]
-    selects: bool
-
-    def __call__(self, patch: PatchConfig) -> None:
-        keys, factor = self.statements
-        text = _WITH_KERNELS if self.selects else _SCORES_ALONE
-        replacement = text.format(kernel=_KERNEL, arguments=f"q, {keys}, weights, {factor}")
-        patch.replace(f"{self.name}.forward", _STATEMENTS[self.statements], replacement, slot=_SLOT)
-        if self.selects:
-            patch.add_import(_CALLS, ["select_keys", "selects_bits"])
+def _write(name: str, statements: tuple[str, str], selects: bool, patch: PatchConfig) -> None:
+    """Route the statements of class `name` through the slot."""
+    keys, factor = statements
+    text = _WITH_KERNELS if selects else _SCORES_ALONE
+    replacement = text.format(kernel=_KERNEL, arguments=f"q, {keys}, weights, {factor}")
+    patch.replace(f"{name}.forward", _STATEMENTS[statements], replacement, slot=_SLOT)
+    if selects:
+        patch.add_import("opslot.ops.attention.calls", ["selects_bits"])
+        patch.add_import("opslot.ops.attention.indexed", ["select_keys"])
 
 
-@dataclass(frozen=True)
-class _WriteSelection:
-    """Routes the scores of class `name` through the slot, and selects as a kernel of attention takes it."""
-
-    name: str
-    selection: _Selection
-
-    def __call__(self, patch: PatchConfig) -> None:
-        forward, slot = f"{self.name}.forward", Slot(OP, self.selection.variant)
-        inserted = [(anchor, f"{statements}\n$match") for anchor, statements in self.selection.inserted]
-        for pattern, text in (*inserted, *self.selection.replaced):
-            declared = slot if "{kernel}" in text else None
-            patch.replace(forward, pattern, text.replace("{kernel}", _KERNEL), slot=declared)
-        patch.add_import(_CALLS, self.selection.imports)
+def _write_selection(name: str, selection: _Selection, patch: PatchConfig) -> None:
+    """Route the scores of class `name` through the slot, and select as a kernel of attention takes it."""
+    forward, slot = f"{name}.forward", Slot(OP, selection.variant)
+    inserted = [(anchor, f"{statements}\n$match") for anchor, statements in selection.inserted]
+    for pattern, text in (*inserted, *selection.replaced):
+        declared = slot if "{kernel}" in text else None
+        patch.replace(forward, pattern, text.replace("{kernel}", _KERNEL), slot=declared)
+    for module, names in selection.imports.items():
+        patch.add_import(module, names)
 
 
 FORMS = (

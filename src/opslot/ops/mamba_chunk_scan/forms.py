@@ -271,9 +271,7 @@ def _add_mixer(patch: PatchConfig, function: str) -> None:
 
 def _with_kernels(module: ModuleView, method: str, limit: str) -> str:
     """Source text of a function with the statements of a mixer's method, but for convolution and scan."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
-    body = definition.body
+    body = module.function(method).body
     convolves, scans = (
         next(i for i, s in enumerate(body) if isinstance(s, ast.If) and call in ast.unparse(s))
         for call in ("self.conv1d(", "segment_sum(")
@@ -293,7 +291,7 @@ def _with_kernels(module: ModuleView, method: str, limit: str) -> str:
     texts = {key: _text(found) for key, found in statements.items()}
     x = ast.unparse(convolved.targets[0])
     return _MIXER_WITH_KERNELS.format(
-        parameters=", ".join(argument.arg for argument in definition.args.args),
+        parameters=", ".join(["self", *module.parameters(method)]),
         method=_MIXER,
         x=x,
         transposed=".transpose(1, 2)" if ".transpose(1, 2)" in ast.unparse(convolved.value) else "",
@@ -315,9 +313,7 @@ def _slow_mixers(module: ModuleView) -> Iterator[Match]:
 
 def _write_slow_mixer(module: ModuleView, name: str, patch: PatchConfig) -> None:
     forward, method = f"{name}.forward", f"{name}.{_SLOW_MIXER}"
-    definition = module.upstream.find(forward)
-    assert isinstance(definition, ast.FunctionDef)
-    if definition.args.kwarg is None:
+    if module.keywords(forward) is None:
         patch.take_keywords(forward)
     bound, documents = f"self.{_PER_CHANNEL.attribute}", "cu_seqlens_in(kwargs)"
     arguments = "hidden_states, cache_params, attention_mask"
@@ -334,9 +330,8 @@ def _write_slow_mixer(module: ModuleView, name: str, patch: PatchConfig) -> None
 
 def _slow_mixer_with_kernels(module: ModuleView, method: str) -> str:
     """Source text of a function with the statements of a Mamba-1 mixer's method, but for convolution and scan."""
-    definition = module.upstream.find(method)
-    assert isinstance(definition, ast.FunctionDef)
-    body, texts = definition.body, [ast.unparse(statement) for statement in definition.body]
+    body = module.function(method).body
+    texts = [ast.unparse(statement) for statement in body]
     starts, convolves, discretizes = (
         next(i for i, text in enumerate(texts) if isinstance(body[i], kind) and found in text)
         for kind, found in ((ast.If, "ssm_state"), (ast.If, "self.conv1d("), (ast.Assign, "discrete_A = "))
@@ -352,7 +347,7 @@ def _slow_mixer_with_kernels(module: ModuleView, method: str) -> str:
     ]
     steps = body[convolves + 1 : softplus] + body[softplus + 1 : discretizes]
     return _SLOW_MIXER_WITH_KERNELS.format(
-        parameters=", ".join(argument.arg for argument in definition.args.args),
+        parameters=", ".join(["self", *module.parameters(method)]),
         method=_SLOW_MIXER,
         projections=_text(body[:starts]),
         filled=_text([s for s in pads[0] if "self.conv1d(" not in ast.unparse(s)], " " * 8),

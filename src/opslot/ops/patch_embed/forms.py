@@ -24,10 +24,8 @@ class PatchConvolutions:
     """Calls of an attribute that the constructor sets to nn.Conv1d, 2d or 3d, with the same kernel size and stride."""
 
     def find(self, module: ModuleView) -> Iterator[Match]:
-        for name in module.classes:
-            if f"{name}.__init__" not in module.calls_by_method:
-                continue
-            embeds = _patch_convolutions(module.upstream.find(f"{name}.__init__"))
+        for name, constructor in module.methods("__init__"):
+            embeds = _patch_convolutions(module.function(constructor))
             calls = {
                 (method, attribute): len(found)
                 for method in module.own_methods(name)
@@ -54,9 +52,8 @@ def _write(name: str, calls: dict[tuple[str, str], int], patch: PatchConfig) -> 
         )
 
 
-def _patch_convolutions(init: ast.AST | None) -> list[str]:
+def _patch_convolutions(init: ast.AST) -> list[str]:
     """Attributes that a constructor sets to a convolution with stride = kernel size, without padding."""
-    assert init is not None
     found = []
     for node in nodes_below(init):
         match node:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.hooks import has_own_hooks
 from opslot.ops.patch_embed.cases import CASES, benchmark_case
 from opslot.slots import BoundKernel, Cost, KernelRequest, OpSpec, OpVariant
 
@@ -44,8 +45,8 @@ def _problem(convolution: Any) -> str:
     forwards = {module.forward for module in _MODULES}
     if type(convolution).forward not in forwards or "forward" in convolution.__dict__:
         return f"the patch embedding is a {type(convolution).__name__}, whose forward is more than a convolution's"
-    if convolution._forward_hooks or convolution._forward_pre_hooks:
-        return "the patch embedding has forward hooks"
+    if has_own_hooks(convolution):
+        return "the patch embedding has hooks"
     plain = convolution.stride == convolution.kernel_size and convolution.groups == 1
     padded = convolution.padding != "valid" and any(convolution.padding)
     if not plain or padded or any(step != 1 for step in convolution.dilation):

@@ -176,7 +176,7 @@ class ResidualNorms:
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
-            found = list(_residual_norms(module.upstream.find(forward)))
+            found = list(_residual_norms(module.function(forward)))
             if len(found) != 1:
                 continue
             (norm,) = found
@@ -206,9 +206,8 @@ class ResidualNorms:
         return Match(name, slot.op, slot.variant, write)
 
 
-def _residual_norms(forward: ast.AST | None) -> Iterator[str]:
+def _residual_norms(forward: ast.AST) -> Iterator[str]:
     """The attribute of the norm of each `_SUMS` + `_NORM` in a forward."""
-    assert forward is not None
     for node in nodes_below(forward):
         body = getattr(node, "body", None)
         if not isinstance(body, list):

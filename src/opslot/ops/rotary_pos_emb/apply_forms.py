@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.source import find_nodes
 
 OP = "rotary_pos_emb"
 # (x1, x2) -> (-x2, x1) on the halves of the last dimension.
@@ -249,7 +249,7 @@ class RotaryFunctions:
 
 def rotary_functions(module: ModuleView, rows: tuple[RotaryForm, ...]) -> Iterator[tuple[str, RotaryForm | None]]:
     """The rotary functions of a module with their forms, None for others than the reviewed ones."""
-    for name in module.upstream.symbol_names:
+    for name in module.upstream.definitions:
         if re.fullmatch(r"apply_\w*rotary\w*", name):
             yield name, next((row for row in rows if row.matches(module, name)), None)
 
@@ -273,14 +273,12 @@ def mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
 
 def _has_trained_angles(module: ModuleView, method: str) -> bool:
     """Whether a method takes the cosine of what it computes from a parameter, such as MLCD's of its class token."""
-    definition = module.upstream.find(method)
-    assert definition is not None
     if ".cos()" not in module.text(method):
         return False
     made = re.findall(r"(self\.\w+) = nn\.Parameter\(", module.text(f"{method.partition('.')[0]}.__init__"))
     trained = set(made)
-    for node in nodes_below(definition):
-        if isinstance(node, ast.Assign) and trained & {ast.unparse(part) for part in ast.walk(node.value)}:
+    for node in find_nodes(ast.Assign, module.upstream.find(method)):
+        if trained & {ast.unparse(part) for part in ast.walk(node.value)}:
             trained |= {ast.unparse(target) for target in node.targets}
     return bool(made) and any(f"{name}.cos()" in module.text(method) for name in trained)
 

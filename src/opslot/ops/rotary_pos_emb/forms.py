@@ -38,10 +38,9 @@ class LatentQueries:
 
     def find(self, module: ModuleView) -> Iterator[Match]:
         for name, method in module.methods():
-            definition = module.upstream.find(method)
-            if "torch.cat" not in module.text(method) or not isinstance(definition, ast.FunctionDef):
+            if "torch.cat" not in module.text(method):
                 continue
-            for split in split_and_concatenated(definition):
+            for split in split_and_concatenated(module.function(method)):
                 forms = [self._form(module, rotation, split.last) for rotation in split.between]
                 if forms and None not in forms:
                     yield from _of_last_channels(name, method, split, [form for form in forms if form])
@@ -129,13 +128,11 @@ class NormedAndRotated:
             if form and form.variant in _WITH_NORM and not mismatch(module, name, form)
         ]
         for owner, method in module.methods():
-            definition = module.upstream.find(method)
-            assert isinstance(definition, ast.FunctionDef)
             found = [
                 (form, heads)
                 for name, form in rotations
                 if module.calls(method, name)
-                for heads in normed_heads(definition, name)
+                for heads in normed_heads(module.function(method), name)
             ]
             if len(found) == 1:
                 yield from self._match(module, owner, method, *found[0])

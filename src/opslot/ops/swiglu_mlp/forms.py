@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.forms import Match, ModuleView, Skip
+from opslot.patchgen.forms import Match, ModuleView, Skip, names_in
+from opslot.patchgen.source import find_nodes
 
 # Attributes of MLPs that hold the activation.
 ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act", "activation")
@@ -163,8 +164,8 @@ def _operands_share_a_shape(module: ModuleView, name: str, activation: str) -> b
         return False
     shapes = _Shapes(init)
     for statement in forward.body:
-        for node in ast.walk(statement):
-            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+        for node in find_nodes(ast.BinOp, statement):
+            if not isinstance(node.op, ast.Mult):
                 continue
             for activated, up in ((node.left, node.right), (node.right, node.left)):
                 if isinstance(activated, ast.Call) and ast.unparse(activated.func) == f"self.{activation}":
@@ -183,9 +184,7 @@ class _Shapes:
 
     def __init__(self, init: ast.FunctionDef) -> None:
         self._made: dict[str, ast.expr | None] = {}
-        for node in ast.walk(init):
-            if not isinstance(node, ast.Assign):
-                continue
+        for node in find_nodes(ast.Assign, init):
             for target in node.targets:
                 for element in target.elts if isinstance(target, ast.Tuple) else (target,):
                     attribute = ast.unparse(element)
@@ -204,8 +203,8 @@ class _Shapes:
             elif isinstance(target, ast.Name):
                 shapes = [(target, f"halves:{half}" if half is not None else self.of(value))]
         self._assignments += 1
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        for node in find_nodes(ast.Name, statement):
+            if isinstance(node.ctx, ast.Store):
                 self._names[node.id] = f"{node.id} after {self._assignments} statements"
         for element, shape in shapes:
             if isinstance(element, ast.Name) and shape is not None:
@@ -252,7 +251,7 @@ class _Shapes:
 
 def _is_number_of_config(made: ast.expr) -> bool:
     """Whether a constructor's value is read from the config, so not a module and not a parameter."""
-    return not isinstance(made, ast.Call) and "config" in {n.id for n in ast.walk(made) if isinstance(n, ast.Name)}
+    return not isinstance(made, ast.Call) and "config" in names_in(made)
 
 
 FORMS = (GatedMLPs(_STATEMENTS),)

@@ -9,6 +9,7 @@ from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView
+from opslot.patchgen.source import find_nodes
 
 _SLOT = Slot("unbind_qkv", "standard")
 # Of a tensor [S, 3, heads, D], and of [..., 3, heads, D].
@@ -24,8 +25,7 @@ class UnboundProjections:
             if "unbind" not in module.text(forward):
                 continue
             found = {pattern: count for pattern in _PATTERNS if (count := module.count(forward, pattern))}
-            definition = module.upstream.find(forward)
-            if found and definition is not None and _unpacks(definition, sum(found.values())):
+            if found and _unpacks(module.function(forward), sum(found.values())):
                 yield Match(name, _SLOT.op, _SLOT.variant, partial(_write, forward, found))
 
 
@@ -33,9 +33,8 @@ def _unpacks(definition: ast.AST, count: int) -> bool:
     """Whether each of the `count` results of `unbind` is assigned to such names."""
     unpacked = [
         node
-        for node in ast.walk(definition)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
+        for node in find_nodes(ast.Assign, definition)
+        if isinstance(node.value, ast.Call)
         and isinstance(node.value.func, ast.Attribute)
         and node.value.func.attr == "unbind"
         and all(_initials(target) == ["q", "k", "v"] for target in node.targets)
@@ -62,8 +61,7 @@ class SlicedProjections:
 
     def find(self, module: ModuleView) -> Iterator[Match]:
         for name, forward in module.methods():
-            definition = module.upstream.find(forward)
-            if isinstance(definition, ast.FunctionDef) and (found := _slices(definition)):
+            if found := _slices(module.function(forward)):
                 yield Match(name, _SLICED.op, _SLICED.variant, partial(_write_slices, forward, found))
 
 
