@@ -1,16 +1,20 @@
 """Run `opslot.verify.check_architecture` on the supported architectures, and write the outcome that docs/ shows.
 
     python benchmarks/check_architectures.py [--print-only] [ARCH ...]
+    python benchmarks/check_architectures.py --device cuda --dtype bfloat16 --workers 15 [ARCH ...]
 
 Without names it checks every architecture that patchgen.lock lists for the installed Transformers (minutes); with names
-it replaces the outcome of these. `python benchmarks/generate_docs.py` then writes the table.
+it replaces the outcome of these. `python benchmarks/generate_docs.py` then writes the table. On another device or in
+another dtype it only prints what failed: the checks "auto" and "packed".
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -52,12 +56,39 @@ def lacks_package(check: ArchitectureCheck) -> bool:
     return check.error.startswith("raised ImportError")
 
 
+def check(arch: str, device: str, dtype: str) -> tuple[str, ArchitectureCheck]:
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    return arch, check_architecture(arch, device=device, dtype=dtype)
+
+
+def check_elsewhere(names: list[str], device: str, dtype: str, workers: int) -> int:
+    """Print the checks of architectures on a device and in a dtype; each of `workers` processes has its own model."""
+    whole = [name for arch in names for name in (language_model(arch), with_images(arch)) if name is not None]
+    failed = 0
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(check, arch, device, dtype) for arch in dict.fromkeys(whole)]):
+            arch, found = future.result()
+            failed += not found.ok and not lacks_package(found)
+            shown = " ".join(f"{o.name}={o.result}" for o in found.outcomes)
+            print(f"{arch:20} {shown or 'not checked'} {', '.join(found.samples)}", flush=True)
+            for problem in found.problems:
+                print(f"    {' '.join(problem.split())[:600]}", flush=True)
+    print(f"transformers {transformers.__version__}, {dtype} on {device}: {failed} failed")
+    return 1 if failed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", metavar="ARCH")
     parser.add_argument("--print-only", action="store_true", help="leave the outcome as it is")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--workers", type=int, default=1, help="processes, on another device or in another dtype")
     args = parser.parse_args()
     names = args.architectures
+    if (args.device, args.dtype) != ("cpu", "float32"):
+        return check_elsewhere(names or locked_architectures(), args.device, args.dtype, args.workers)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """check_architecture passes correct architectures and names the failure in others."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,9 @@ from opslot.cli import main
 from opslot.verify import CHECKS, architecture, check_architecture, media
 from opslot.verify.bisect import bisect
 from opslot.verify.isolated import Processes
-from opslot.verify.random_model import class_of, random_model, train_step, worst_difference
-from opslot.verify.tiny import tiny_config
+from opslot.verify.random_model import class_of, packed_batches, random_model, train_step, worst_difference
+from opslot.verify.tiny import tiny_config, tiny_configs
+from opslot.verify.tiny_sizes import GPU_SIZES
 
 FIELD = "rms_norm_implementation"
 ONE_PROCESS = ("eager", "auto", "packed", "frozen", "checkpoint")
@@ -50,6 +52,51 @@ def test_auto_runs_the_fused_loss_of_larger_vocabularies(monkeypatch):
     monkeypatch.setattr(architecture, "bisect", spy)
     assert check_architecture("llama", checks=["auto"]).ok
     assert logits == [None]
+
+
+@pytest.mark.quick("qwen3_moe")
+@pytest.mark.parametrize("arch", ["qwen3_moe", "deepseek_v3", "qwen2_5_vl"])
+def test_supported_architecture_passes_in_bfloat16(arch):
+    found = check_architecture(arch, dtype="bfloat16")
+    assert found.ok, str(found)
+    assert [outcome.name for outcome in found.outcomes] == ["auto", "packed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "arch", ["qwen3_moe", "gemma2", "gemma4_text", "deepseek_v32", "qwen3_next", "phi4_multimodal", "qwen2_5_vl"]
+)
+def test_supported_architecture_passes_on_a_gpu(arch):
+    found = check_architecture(arch, device="cuda", dtype="bfloat16")
+    assert found.ok, str(found)
+
+
+def test_packing_in_bfloat16_that_differs_is_named(monkeypatch):
+    def documents_as_one(ids, rows=1):
+        packed, alone = packed_batches(ids, rows)
+        ends = torch.tensor([0, ids[:rows].numel()], dtype=torch.int32)
+        whole = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "position_ids": torch.arange(ids.shape[1])[None]}
+        return [{**packed[0], **whole, "max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}], alone
+
+    monkeypatch.setattr(architecture, "packed_batches", documents_as_one)
+    found = check_architecture("llama", checks=["packed"], dtype="bfloat16")["packed"]
+    assert found.result == "failed"
+    assert re.match(r"error of the (loss|gradients) .*, that of Transformers' code", found.detail)
+
+
+def test_checks_for_float32_on_a_cpu_raise_elsewhere():
+    with pytest.raises(
+        ConfigError, match=r"(?s)check 'eager' is for float32 on the CPU.*bfloat16 on cpu.*auto or pack"
+    ):
+        check_architecture("llama", checks=["eager"], dtype="bfloat16")
+    with pytest.raises(ConfigError, match="dtype 'int8' is not a floating dtype"):
+        check_architecture("llama", dtype="int8")
+
+
+def test_gpu_sizes_are_used_where_a_config_class_takes_them():
+    assert next(tiny_configs("qwen3", GPU_SIZES)).head_dim == 64
+    assert [config.hidden_size for config in tiny_configs("bamba", GPU_SIZES)][-1] == 32
 
 
 def test_checks_on_two_processes(processes):

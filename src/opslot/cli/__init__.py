@@ -218,6 +218,7 @@ def _add_discover(add: _Add) -> None:
             "examples:\n  opslot discover mistral\n  opslot discover path/to/model\n"
             "  opslot discover mistral --verify              also check a tiny random model\n"
             "  opslot discover mistral --checks eager,auto   only some of the checks\n"
+            "  opslot discover mistral --device cuda --dtype bfloat16   check the kernels of a GPU\n"
             "  opslot discover mistral -o patch.py           also write the equivalent patch file\n"
             "  opslot discover --all                         every architecture of the installed Transformers"
         ),
@@ -238,6 +239,8 @@ def _add_discover(add: _Add) -> None:
         metavar="NAMES",
         help="only these checks (separated by commas): eager, auto, packed, frozen, fsdp, sp, ep, checkpoint",
     )
+    discover.add_argument("--device", help="check auto and packed there, e.g. on cuda; default cpu")
+    discover.add_argument("--dtype", help="check auto and packed in it, e.g. in bfloat16; default float32")
     discover.add_argument("-o", "--output", metavar="FILE", help="write the equivalent patch file")
     discover.add_argument("--json", action="store_true", help="print JSON")
 

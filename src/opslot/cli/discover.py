@@ -6,7 +6,6 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,19 +27,22 @@ def run(options: argparse.Namespace) -> int:
 
     Exit code 1 if there are no slots, if the module cannot be generated with them, or if the check fails.
     """
-    name, checks, output = options.architecture, options.checks, options.output
+    name, output = options.architecture, options.output
+    wanted = {"checks": options.checks, "device": options.device, "dtype": options.dtype}
+    wanted = {argument: value for argument, value in wanted.items() if value}
     if (name is None) != options.every:
         what = f"{name} and --all exclude each other" if options.every else "no architecture named"
         raise ConfigError(what, hint="name one, e.g. `opslot discover mistral`, or give --all")
     if options.every:
-        if options.verify or checks or output:
-            raise ConfigError("--verify, --checks and -o are for one architecture", hint="name it instead of --all")
+        if options.verify or wanted or output:
+            what = "--verify, --checks, --device, --dtype and -o are for one architecture"
+            raise ConfigError(what, hint="name it instead of --all")
         return _all(options.json)
     arch, config_file = _arch_of(name)
     report = _report(discover(arch))
     if output and not report["problem"]:
         _write(arch, output)
-    check = _verify(config_file, arch, checks) if options.verify or checks else None
+    check = _verify(config_file, arch, wanted) if options.verify or wanted else None
     if check is not None:
         report |= {"verified": check.ok, "check": check.to_dict()}
     if options.json:
@@ -96,11 +98,11 @@ def _write(arch: str, output: str) -> None:
     print(f"wrote {output}", file=sys.stderr)
 
 
-def _verify(file: Path | None, arch: str, checks: Sequence[str] | None) -> ArchitectureCheck:
+def _verify(file: Path | None, arch: str, wanted: dict[str, Any]) -> ArchitectureCheck:
     from opslot.models import load_config
-    from opslot.verify import CHECKS, check_architecture
+    from opslot.verify import check_architecture
 
-    return check_architecture(arch if file is None else load_config(file), checks=checks or CHECKS)
+    return check_architecture(arch if file is None else load_config(file), **wanted)
 
 
 def _report(found: Discovery) -> dict[str, Any]:

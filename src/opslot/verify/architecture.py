@@ -9,6 +9,9 @@ In float32, with samples of text and, where the model takes them, of images, vid
   Transformers;
 - fsdp, sp, ep: two processes (gloo) give the loss and gradients of one;
 - checkpoint: Transformers' `from_pretrained` reads what opslot saves and the reverse, value for value.
+
+On a GPU and in 16 bits auto and packed, with the kernels of that GPU and sizes that they take. In 16 bits, gradients
+of packed documents may be twice as far from those in float32 as Transformers' own are.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from opslot._base.device import usable_device
+from opslot._base.dtypes import dtype_name, floating_dtype
 from opslot._base.errors import ConfigError, OpslotError, error_text
 from opslot.checkpoint import save_weights
 from opslot.data.multimodal.rope_positions import RopePositions
@@ -34,11 +39,13 @@ from opslot.models._multimodal.parts import parts_of
 from opslot.models._registry import declared_sub_model
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, format_table
 from opslot.slots.protocol import is_own_attention, keeps_sequences
-from opslot.verify.bisect import Float64Mode, bisect, double, in_fp64, loss_and_gradients
+from opslot.verify.bisect import Float64Mode, Selections, bisect, double, in_fp64, loss_and_gradients
 from opslot.verify.isolated import Processes
 from opslot.verify.media import KINDS, RAISES, MediaSamples, media_samples, packed_samples, parallel_samples
+from opslot.verify.parity import EAGER_FACTOR
 from opslot.verify.random_model import (
     BATCH,
+    LENGTH,
     SEED,
     packed_batches,
     random_ids,
@@ -49,12 +56,17 @@ from opslot.verify.random_model import (
     worst_difference,
 )
 from opslot.verify.tiny import model_type_of, tiny_configs
+from opslot.verify.tiny_sizes import GPU_SIZES
+from opslot.verify.tiny_sizes import SIZES as TINY_SIZES
 from opslot.verify.two_processes import SIZES, WORLD, two_process_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 CHECKS = ("eager", "auto", "packed", "frozen", *SIZES, "checkpoint")
+# Those on another device than the CPU, or in another dtype than float32.
+_ANYWHERE = ("auto", "packed")
+_GPU_LENGTH, _GPU_NOISE = 150, 0.03
 
 Ops = OpsImplementationConfig | dict[str, Any] | str
 
@@ -129,8 +141,10 @@ def check_architecture(
     arch_or_config: str | PreTrainedConfig,
     ops: Ops = "auto",
     *,
-    checks: Sequence[str] = CHECKS,
+    checks: Sequence[str] | None = None,
     processes: Processes | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "float32",
 ) -> ArchitectureCheck:
     """Run `CHECKS` on a tiny random model of an architecture.
 
@@ -141,23 +155,26 @@ def check_architecture(
         arch_or_config: a model_type or a folder under `transformers/models`, for which a tiny config is made; or a
             config, which is used as it is.
         ops: the kernels to check, as `opslot.apply` takes them.
-        checks: those of `CHECKS` that run.
+        checks: those of `CHECKS` that run; default all, or on a GPU and in 16 bits "auto" and "packed".
         processes: two worker processes, to use them for several architectures; None starts them where a check needs
             them.
+        device: where the model runs.
+        dtype: of its parameters: float32, bfloat16 or float16.
 
     Returns:
         A failed check is a result, not an exception; so is a model that cannot be built or that has no slots.
 
     Raises:
-        ConfigError: unknown architecture or check.
+        ConfigError: unknown architecture, check, device or dtype, or a check that is for float32 on the CPU.
     """
-    unknown = [name for name in checks if name not in CHECKS]
-    if unknown:
-        raise ConfigError(f"unknown check {unknown[0]!r}", hint=f"use {', '.join(CHECKS)}")
+    device, dtype = usable_device(device), floating_dtype(dtype, f"check_architecture: dtype {dtype!r}")
+    checks = _selected_checks(checks, device, dtype)
+    on_gpu = device.type != "cpu"
     name = model_type_of(arch_or_config) if isinstance(arch_or_config, str) else arch_or_config.model_type
     try:
-        configs = tiny_configs(name) if isinstance(arch_or_config, str) else (arch_or_config,)
-        config, model, media, missing = _first_that_runs(configs)
+        sizes = GPU_SIZES if on_gpu else TINY_SIZES
+        configs = tiny_configs(name, sizes) if isinstance(arch_or_config, str) else (arch_or_config,)
+        config, media, missing = _first_that_runs(configs)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))
     except Exception as error:
@@ -166,31 +183,46 @@ def check_architecture(
             hint = "Transformers' own model of the tiny config raises it; give `opslot discover` the folder of another"
         return ArchitectureCheck(name, error=error_text(f"raised {type(error).__name__}: {error}", hint=hint))
     try:
-        kernels = apply(model, ops)
+        kernels = apply(random_model(config, dtype).to(device), ops)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))
     except Exception as error:
         return ArchitectureCheck(name, error=f"raised {type(error).__name__}: {error}")
     with Processes(WORLD) if processes is None else contextlib.nullcontext(processes) as workers:
-        run = _Run(config, ops, workers, media)
+        run = _Run(config, ops, workers, media, device, dtype)
         outcomes = tuple(run.outcome(check) for check in CHECKS if check in checks)
     return ArchitectureCheck(name, outcomes, kernels, "", tuple(media.batches) if media else ("text",), missing)
 
 
+def _selected_checks(checks: Sequence[str] | None, device: torch.device, dtype: torch.dtype) -> Sequence[str]:
+    usual = device.type == "cpu" and dtype == torch.float32
+    allowed = CHECKS if usual else _ANYWHERE
+    unknown = [name for name in checks or () if name not in CHECKS]
+    if unknown:
+        raise ConfigError(f"unknown check {unknown[0]!r}", hint=f"use {', '.join(CHECKS)}")
+    other = [name for name in checks or () if name not in allowed]
+    if other:
+        raise ConfigError(
+            f"the check {other[0]!r} is for float32 on the CPU",
+            found=f"{dtype_name(dtype)} on {device}",
+            hint=f"use {' or '.join(_ANYWHERE)} there",
+        )
+    return allowed if checks is None else checks
+
+
 def _first_that_runs(
     configs: Iterable[PreTrainedConfig],
-) -> tuple[PreTrainedConfig, Any, MediaSamples | None, Mapping[str, str]]:
-    """A config and its model with samples of media: the first whose media Transformers runs, else that with the most.
+) -> tuple[PreTrainedConfig, MediaSamples | None, Mapping[str, str]]:
+    """A config with samples of media: the first whose media Transformers runs, else that with the most.
 
     Raises:
         Exception: what Transformers raises for the first config, if none builds.
     """
-    found: list[tuple[PreTrainedConfig, Any, MediaSamples | None, Mapping[str, str]]] = []
+    found: list[tuple[PreTrainedConfig, MediaSamples | None, Mapping[str, str]]] = []
     error: Exception | None = None
     for config in configs:
         try:
-            model = random_model(config)
-            found.append((config, model, *_media_samples(model)))
+            found.append((config, *_media_samples(random_model(config))))
         except Exception as raised:
             error = error or raised
             continue
@@ -204,7 +236,7 @@ def _first_that_runs(
 
 def _media_samples(model: Any) -> tuple[MediaSamples | None, Mapping[str, str]]:
     """Samples with images, videos and audio, and why some are missing."""
-    found = media_samples(trained_part(copy.deepcopy(model)).eval())
+    found = media_samples(trained_part(model).eval())
     if found is None:
         return None, {}
     return (found if found.batches.keys() & {*KINDS} else None), found.missing
@@ -225,9 +257,18 @@ def _of_transformers(step: Callable[..., dict[str, Tensor]], *arguments: Any) ->
 class _Run:
     """The checks of one config."""
 
-    def __init__(self, config: PreTrainedConfig, ops: Ops, processes: Processes, media: MediaSamples | None) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        ops: Ops,
+        processes: Processes,
+        media: MediaSamples | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self.config, self.ops, self.processes, self.media = config, ops, processes, media
-        self.ids = random_ids(config)
+        self.device, self.dtype = device, dtype
+        self.ids = random_ids(config, LENGTH if device.type == "cpu" else _GPU_LENGTH)
         self._one_process: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
     def outcome(self, check: str) -> CheckOutcome:
@@ -268,13 +309,14 @@ class _Run:
         return "passed", "loss and gradients equal Transformers' bit for bit"
 
     def _auto(self) -> tuple[str, str]:
-        model = random_model(self.config)
+        model = self._random_model()
         more = _kernels_of_larger_sizes(apply(model, self.ops))
         if more:
             config = OpsImplementationConfig.make(self.ops)
             bind(model, {**config.to_dict(), "overrides": {**config.overrides, **more}})
         detail = "loss and gradients equal the fp64 reference"
-        for name, batch in self._batches().items():
+        for name, given in self._batches().items():
+            batch = self._on_device(given)
             if (worst := self._differs_in_its_dtype(model, batch)) is not None:
                 if worst:
                     return "failed", f"{self._of(name)}{worst}"
@@ -292,9 +334,22 @@ class _Run:
         """Arguments of a forward, by name."""
         return {"text": {"input_ids": self.ids, "labels": self.ids}} if self.media is None else self.media.batches
 
+    def _random_model(self) -> Any:
+        """Transformers' own model on the device and in the dtype of the checks."""
+        given = {} if self.device.type == "cpu" else {"noise": _GPU_NOISE}
+        return random_model(self.config, self.dtype, **given).to(self.device)
+
+    def _on_device(self, batch: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The batch on the device, with floating-point inputs in `dtype`, by default that of the checks."""
+        dtype = self.dtype if dtype is None else dtype
+        return {
+            name: x.to(self.device, dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
+            for name, x in batch.items()
+        }
+
     def _differs_in_its_dtype(self, model: Any, batch: dict[str, Any]) -> str | None:
         """The largest difference from Transformers' code where that does not run in float64; None where it does."""
-        original = random_model(self.config)
+        original = self._random_model()
         # Without kernels of other packages that Transformers selects.
         apply(original, "eager")
         try:
@@ -303,7 +358,10 @@ class _Run:
         except RuntimeError as error:
             if not any(words in str(error) for words in ("dtype", "scalar type", "without overflow")):
                 return None
-            return worst_difference(self._step(model, batch), self._step(original, batch))
+            if self.dtype == torch.float32:
+                return worst_difference(self._step(model, batch), self._step(original, batch))
+            found, eager = self._step(model, batch), self._step(original, batch)
+            return _further(found, eager, self._step(original.float(), self._on_device(batch, torch.float32)))
         return None
 
     def _packed(self) -> tuple[str, str]:
@@ -316,9 +374,25 @@ class _Run:
             part = trained_part(random_model(self.config))
             positions = RopePositions(part.config, type(part).__name__)
             given = [packed_samples(positions, self.media)]
-        differences = (worst_difference(train_step(model, packed), train_step(model, alone)) for packed, alone in given)
-        worst = next(filter(None, differences), "")
+        worst = next(filter(None, (self._packing_differs(model, packed, alone) for packed, alone in given)), "")
         return ("failed", worst) if worst else ("passed", "equals the documents alone")
+
+    def _packing_differs(self, model: Any, packed: list[dict[str, Any]], alone: list[dict[str, Any]]) -> str:
+        """What differs between packed documents and the documents alone; "" if nothing does."""
+        together = [self._on_device(batch) for batch in packed]
+        if self.dtype == torch.float32:
+            return worst_difference(train_step(model, together), train_step(model, [self._on_device(b) for b in alone]))
+        exact, eager = self._model("eager").float(), self._model("eager")
+        apply(exact, "eager")
+        # All with the experts of the run in float32, as in `bisect`.
+        with Selections() as selections:
+            wanted = train_step(exact, [self._on_device(batch, torch.float32) for batch in alone])
+        of_documents, of_rows = _joined(selections.made, [batch["input_ids"].shape[1] for batch in alone])
+        with Selections(of_documents):
+            expected = train_step(eager, [self._on_device(batch) for batch in alone])
+        with Selections(of_rows):
+            found = train_step(model, together)
+        return _further(found, expected, wanted)
 
     def _frozen(self) -> tuple[str, str]:
         model, original = self._model(), random_model(self.config).eval()
@@ -387,7 +461,7 @@ class _Run:
 
     def _model(self, ops: Ops | None = None) -> Any:
         """The model bound to the kernels of `ops`, in evaluation mode: router jitter would make each run another."""
-        model = random_model(self.config).eval()
+        model = self._random_model().eval()
         apply(model, self.ops if ops is None else ops)
         return model
 
@@ -397,15 +471,52 @@ class _Run:
             return loss_and_gradients(model, batch)
 
 
+def _joined(selected: list[Tensor], lengths: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """What documents of `lengths` selected for their tokens, one after the other, and the same for all of them in one
+    row; nothing where other things were selected.
+    """
+    layers = len(selected) // len(lengths)
+    if [len(x) for x in selected] != [length for length in lengths for _ in range(layers)]:
+        return [], []
+    return selected, [torch.cat(selected[layer::layers]) for layer in range(layers)]
+
+
+def _further(found: Mapping[str, Tensor], eager: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> str:
+    """How much further from `exact` the loss and all gradients together are than `EAGER_FACTOR` times those of
+    Transformers' code; "" if they are not.
+    """
+    gradients = [name for name in exact if name != "loss"]
+    eps = torch.finfo(eager[gradients[0]].dtype).eps
+    for what, names in (("the loss", ["loss"]), ("the gradients", gradients)):
+        size = _norm(exact[name] for name in names)
+        errors = [_norm(x[name].double() - exact[name].double() for name in names) for x in (found, eager)]
+        # `<=` is not true of nan.
+        if not errors[0] <= EAGER_FACTOR * errors[1] + eps * size:
+            return f"error of {what} {errors[0]:.1e} of {size:.1e}, that of Transformers' code {errors[1]:.1e}"
+    return ""
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return sum(float(x.double().square().sum()) for x in tensors) ** 0.5
+
+
 def _kernels_of_larger_sizes(report: BindingReport) -> dict[str, dict[str, str]]:
     """By module, kernels that `auto` does not select only because they are not faster at the sizes of a tiny model."""
-    found: dict[str, dict[str, str]] = {}
+    usable: dict[tuple[str, str], list[list[str]]] = {}
     for row in report:
-        usable = [name for name, reason in row.rejected if reason.startswith("usable, but not measured faster")]
-        if row.chosen == "eager" and usable:
-            field = KERNEL_REGISTRY.op(row.op).field_of(row.variant)
-            for path in row.modules or ("",):
-                found.setdefault(path, {})[field] = usable[0]
+        names = [name for name, reason in row.rejected if reason.startswith("usable, but not measured faster")]
+        # First those that `auto` selects elsewhere.
+        unmeasured = {spec.name for spec in KERNEL_REGISTRY.specs(row.op, row.variant) if spec.priority is None}
+        names.sort(key=unmeasured.__contains__)
+        field = KERNEL_REGISTRY.op(row.op).field_of(row.variant)
+        for path in row.modules or ("",):
+            usable.setdefault((path, field), []).append(names if row.chosen == "eager" else [])
+    found: dict[str, dict[str, str]] = {}
+    for (path, field), of_variants in usable.items():
+        # A module may call several variants of an op.
+        kernel = next((name for name in of_variants[0] if all(name in names for names in of_variants)), None)
+        if kernel is not None:
+            found.setdefault(path, {})[field] = kernel
     return found
 
 

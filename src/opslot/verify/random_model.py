@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # Of weights and inputs.
 SEED = 0
 BATCH, LENGTH = 2, 20
-DOCUMENTS = (12, 8)
 # Without noise, initial norm weights are 1 and biases 0, and a kernel that drops one of them would pass.
 _NOISE = 0.1
 # Relative to the largest value of a tensor, and of all gradients: sums in another order, in float32.
@@ -47,8 +46,13 @@ def class_of(config: PreTrainedConfig) -> Any:
     return getattr(transformers, name)
 
 
-def random_model(config: PreTrainedConfig) -> Any:
-    """Transformers' own model of `config` in float32, the same for each call; without what does not train."""
+def random_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, noise: float = _NOISE) -> Any:
+    """Transformers' own model of `config` on the CPU, the same for each call; without what does not train.
+
+    Args:
+        dtype: of the parameters.
+        noise: standard deviation of what is added to the initial weights.
+    """
     cls = class_of(config)
     config = copy.deepcopy(config)
     declared = declared_sub_model(config.model_type, cls.__name__)
@@ -57,11 +61,11 @@ def random_model(config: PreTrainedConfig) -> Any:
     generator = torch.Generator().manual_seed(SEED)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = cls._from_config(config, dtype=torch.float32).train()
+        model = cls._from_config(config, dtype=dtype).train()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * _NOISE)
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(dtype) * noise)
     return model
 
 
@@ -71,11 +75,11 @@ def trained_part(model: Any) -> Any:
     return model if declared is None else getattr(model, declared.name)
 
 
-def random_ids(config: PreTrainedConfig) -> Tensor:
-    """Input ids of text, [BATCH, LENGTH]."""
+def random_ids(config: PreTrainedConfig, length: int = LENGTH) -> Tensor:
+    """Input ids of text, [BATCH, length]."""
     generator = torch.Generator().manual_seed(SEED)
     ids = text_ids(config)
-    return ids[torch.randint(len(ids), (BATCH, LENGTH), generator=generator)]
+    return ids[torch.randint(len(ids), (BATCH, length), generator=generator)]
 
 
 def text_ids(config: PreTrainedConfig) -> Tensor:
@@ -101,19 +105,21 @@ def _marks(config: PreTrainedConfig) -> Iterator[Any]:
 def whole_batch(ids: Tensor) -> dict[str, Tensor]:
     """Arguments of a forward on whole samples; the loss is divided by the labels of all of them."""
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    targets = torch.tensor(BATCH * (LENGTH - 1))
+    targets = torch.tensor(ids.shape[0] * (ids.shape[1] - 1))
     return {"input_ids": ids, "labels": ids, "position_ids": positions, "num_items_in_batch": targets}
 
 
 def packed_batches(ids: Tensor, rows: int = 1) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Documents of `DOCUMENTS` tokens, packed in samples, and each alone; with the labels of all in both losses.
+    """Two documents, packed in each sample, and each alone; with the labels of all in both losses.
 
     Args:
-        ids: input ids, [B, sum of DOCUMENTS].
+        ids: input ids, [B, S].
         rows: how many of them are packed, in one batch; the documents of every second one in reverse order.
     """
     ids = ids[:rows]
-    lengths = [DOCUMENTS if row % 2 == 0 else DOCUMENTS[::-1] for row in range(rows)]
+    first = 3 * ids.shape[1] // 5
+    documents = (first, ids.shape[1] - first)
+    lengths = [documents if row % 2 == 0 else documents[::-1] for row in range(rows)]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     labels = ids.masked_fill(positions == 0, -100)
     targets = torch.tensor(int((labels != -100).sum()))
@@ -125,7 +131,7 @@ def packed_batches(ids: Tensor, rows: int = 1) -> tuple[list[dict[str, Any]], li
         "num_items_in_batch": targets,
     }
     packed |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-    packed |= {"max_length_q": max(DOCUMENTS), "max_length_k": max(DOCUMENTS)}
+    packed |= {"max_length_q": max(documents), "max_length_k": max(documents)}
     sizes = [*chain.from_iterable(lengths)]
     parts = zip(*(x.flatten().split(sizes) for x in (ids, positions, labels)), strict=True)
     alone = [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
@@ -18,10 +19,8 @@ from opslot.verify.tiny_sizes import (
     LAYERS,
     MROPE,
     NEEDED,
-    NOPE,
     ONE_CHUNK_BEFORE_5_15,
     OVERRIDES,
-    ROPE,
     SIZES,
     TEXT_VOCABULARY,
     VOCABULARY,
@@ -29,6 +28,8 @@ from opslot.verify.tiny_sizes import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+Sizes = Mapping[str, Any]
 
 _KINDS = ("image", "video", "audio")
 # Names of the hidden size.
@@ -48,8 +49,11 @@ def tiny_config(arch: str) -> PreTrainedConfig:
     return shrink(_default_config(arch))
 
 
-def tiny_configs(arch: str) -> Iterator[PreTrainedConfig]:
+def tiny_configs(arch: str, sizes: Sizes = SIZES) -> Iterator[PreTrainedConfig]:
     """`tiny_config`, and another whose sizes have the ratios of the default config; those that the class accepts.
+
+    Args:
+        sizes: by name of a field; first those, where they are others, then `SIZES`.
 
     Raises:
         ConfigError: Transformers has no such architecture.
@@ -57,16 +61,18 @@ def tiny_configs(arch: str) -> Iterator[PreTrainedConfig]:
     """
     default = _default_config(arch)
     error: Exception | None = None
-    for ratios in (False, True):
+    built = False
+    for given, ratios in itertools.product((SIZES,) if sizes is SIZES else (sizes, SIZES), (False, True)):
         try:
-            found = shrink(default, ratios=ratios)
+            found = shrink(default, ratios=ratios, sizes=given)
         # Validation of any config class.
         except Exception as raised:
-            if ratios and error is not None:
-                raise error from raised
-            error = raised
+            error = error or raised
         else:
+            built = True
             yield found
+    if not built and error is not None:
+        raise error
 
 
 def _default_config(arch: str) -> PreTrainedConfig:
@@ -112,21 +118,22 @@ def model_type_of(arch: str) -> str:
     return next((name for name in inside if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), inside[0])
 
 
-def shrink(default: PreTrainedConfig, *, ratios: bool = False) -> PreTrainedConfig:
+def shrink(default: PreTrainedConfig, *, ratios: bool = False, sizes: Sizes = SIZES) -> PreTrainedConfig:
     """A tiny config of the same class as `default`; nested configs are made tiny too.
 
     Args:
         ratios: keep the ratios of sizes to the hidden size, as far as they are whole, instead of usual sizes.
+        sizes: by name of a field.
     """
-    return _shrink(default, frozenset(_widths(default)), ratios)
+    return _shrink(default, frozenset(_widths(default)), ratios, sizes)
 
 
-def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool) -> PreTrainedConfig:
+def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool, sizes: Sizes) -> PreTrainedConfig:
     given = default.to_dict()
     given |= {name: given.get(stored) for name, stored in default.attribute_map.items()}
     values = _set_by_the_model(default, given)
-    values |= {name: size for name, size in SIZES.items() if given.get(name) or (name in given and name in NEEDED)}
-    values |= _sizes_by_width(given, widths, ratios)
+    values |= {name: size for name, size in sizes.items() if given.get(name) or (name in given and name in NEEDED)}
+    values |= _sizes_by_width(given, widths, ratios, sizes["hidden_size"])
     if given.get("num_key_value_heads") == given.get("num_attention_heads"):
         values["num_key_value_heads"] = HEADS
     if given.get("n_group") == 1:
@@ -134,13 +141,13 @@ def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool) -> 
     if given.get("head_dim") and given["head_dim"] == sum(
         given.get(f"qk_{of}_head_dim") or 0 for of in ("nope", "rope")
     ):
-        values["head_dim"] = NOPE + ROPE
+        values["head_dim"] = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
     for name, size in values.items():
         if isinstance(given.get(name), list | tuple) and isinstance(size, int):
             values[name] = [size] * len(given[name])
-    values |= _layers(given, "num_hidden_layers" if "num_hidden_layers" in given else "depth")
+    values |= _layers(given, "num_hidden_layers" if "num_hidden_layers" in given else "depth", sizes)
     values |= {name: 0.0 for name, value in given.items() if "dropout" in name and isinstance(value, float)}
-    values |= _rotary_sections(given, values)
+    values |= _rotary_sections(given, values.get("head_dim") or sizes["hidden_size"] // HEADS)
     values |= {name: _inner_layers(given[name]) for name in given if name.startswith("vision_feature_layer")}
     overrides = OVERRIDES.get(default.model_type, {})
     if version_key(installed_release().version) < (5, 15):
@@ -150,7 +157,9 @@ def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool) -> 
         overrides = {"decoder_start_token_id": SIZES["bos_token_id"], **overrides}
     values |= overrides
     nested = {name: config for name in default.sub_configs if (config := _sub_config(default, name)) is not None}
-    values |= {name: _shrink(config, widths, ratios).to_dict() for name, config in nested.items() if name not in values}
+    values |= {
+        name: _shrink(config, widths, ratios, sizes).to_dict() for name, config in nested.items() if name not in values
+    }
     values |= _token_ids(given) if len(nested) > 1 else _special_token_ids(given)
     if given.get("image_grid_pinpoints"):
         values["image_grid_pinpoints"] = [[IMAGE, 2 * IMAGE], [2 * IMAGE, IMAGE], [2 * IMAGE, 2 * IMAGE]]
@@ -176,24 +185,28 @@ def _widths(config: PreTrainedConfig) -> Iterator[int]:
             yield from _widths(nested)
 
 
-def _sizes_by_width(given: dict[str, Any], widths: frozenset[int], ratios: bool) -> dict[str, int]:
-    """Sizes that follow from a hidden size of the model: those that no rule has, and with `ratios` all."""
+def _sizes_by_width(given: dict[str, Any], widths: frozenset[int], ratios: bool, hidden_size: int) -> dict[str, int]:
+    """Sizes that follow from a hidden size of the model: those that no rule has, and with `ratios` all.
+
+    Args:
+        hidden_size: the tiny one.
+    """
     own = [given[name] for name in _WIDTHS if type(given.get(name)) is int and given[name]]
     found = {}
     for name, value in given.items():
         if type(value) is not int or value < _SMALLEST_WIDTH or not name.endswith(_WIDTH_NAMES):
             continue
         if name not in SIZES and value in widths:
-            found[name] = SIZES["hidden_size"]
+            found[name] = hidden_size
         elif ratios and name.endswith(_SIZES_BY_WIDTH):
-            scaled = next((size for width in (*own, *sorted(widths)) if (size := _scaled(value, width))), None)
+            scaled = next((s for width in (*own, *sorted(widths)) if (s := _scaled(value, width, hidden_size))), None)
             found |= {} if scaled is None else {name: scaled}
     return found
 
 
-def _scaled(value: int, width: int) -> int | None:
+def _scaled(value: int, width: int, hidden_size: int) -> int | None:
     """The tiny size whose ratio to the tiny hidden size is that of `value` to `width`; None if that is not whole."""
-    size, rest = divmod(SIZES["hidden_size"] * value, width)
+    size, rest = divmod(hidden_size * value, width)
     small, large = min(value, width), max(value, width)
     return size if not rest and not large % small and large <= _MOST_RATIO * small else None
 
@@ -234,9 +247,8 @@ def _special_token_ids(given: dict[str, Any]) -> dict[str, int]:
     return {name: id for name, id in ids.items() if name in others or isinstance(given.get(name), int)}
 
 
-def _rotary_sections(given: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def _rotary_sections(given: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Rotary parameters whose sections, one for each axis of positions, fit the tiny head size."""
-    head_dim = values.get("head_dim") or SIZES["hidden_size"] // HEADS
     found: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         rope: Any = given.get(name)
@@ -267,11 +279,12 @@ def _reads_sections(model_type: str) -> bool:
     return file.is_file() and '"mrope_section"' in file.read_text()
 
 
-def _layers(given: dict[str, Any], counted: str) -> dict[str, Any]:
+def _layers(given: dict[str, Any], counted: str, sizes: Sizes) -> dict[str, Any]:
     """Fields with a value per layer or with numbers of layers, for one layer of each kind, in their order.
 
     Args:
         counted: the field with the number of layers.
+        sizes: of layers, by name of a field.
     """
     count = given.get(counted)
     lists = {name: list(value) for name, value in given.items() if isinstance(value, list | tuple)}
@@ -290,7 +303,7 @@ def _layers(given: dict[str, Any], counted: str) -> dict[str, Any]:
         shared = {"num_kv_shared_layers": len(chosen)}
         chosen *= 2
     chosen = chosen * LAYERS if len(chosen) == 1 else chosen
-    small = {name: [_small(name, value[layer]) for layer in chosen] for name, value in per_layer.items()}
+    small = {name: [_small(value[layer], sizes.get(name)) for layer in chosen] for name, value in per_layer.items()}
     small |= {name: [i for i, layer in enumerate(chosen) if layer in value] for name, value in numbers.items()}
     return {**small, **shared, counted: len(chosen)}
 
@@ -304,6 +317,6 @@ def _are_layers(name: str, value: list[Any], count: Any) -> bool:
     return named and bool(value) and integers and value == sorted({*value}) and value[-1] < count
 
 
-def _small(name: str, value: Any) -> Any:
-    """A layer's value of field `name`, which may be a size."""
-    return SIZES[name] if name in SIZES and isinstance(value, int) and value else value
+def _small(value: Any, size: Any) -> Any:
+    """A layer's value of a field, which has a tiny `size`, or None."""
+    return size if size is not None and isinstance(value, int) and value else value

@@ -17,7 +17,7 @@ def _equal(size: int, names: str) -> dict[str, int]:
     return dict.fromkeys(names.split(), size)
 
 
-# Sizes of a tiny config, for those of these fields that a config class has. None, 0 and False stay: they switch a
+# Of a tiny config, for those of these fields that a config class has. None, 0 and False stay: they switch a
 # part off.
 SIZES: dict[str, Any] = {
     **_equal(
@@ -78,6 +78,22 @@ SIZES: dict[str, Any] = {
     "audio_soft_tokens_per_image": 8,
     "insert_layer_id": 1,
     "pooling_kernel_size": 2,
+}
+# Of a config for a GPU, whose kernels are for larger heads: eight times as wide, with head sizes of 64.
+GPU_SIZES: dict[str, Any] = {
+    **{
+        name: 8 * size if size in (SIZES["hidden_size"], SIZES["intermediate_size"]) else size
+        for name, size in SIZES.items()
+    },
+    **_equal(64, "head_dim global_head_dim v_head_dim qk_rope_head_dim qk_nope_head_dim"),
+    **_equal(64, "q_lora_rank kv_lora_rank o_lora_rank linear_key_head_dim linear_value_head_dim linear_head_dim"),
+    **_equal(64, "mamba_d_head mamba_head_dim mamba_d_state ssm_state_size mamba_chunk_size chunk_size"),
+    **_equal(128, "index_head_dim moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"),
+    **_equal(128, "moe_shared_expert_intermediate_size expert_ffn_hidden_size"),
+    **_equal(8, "mamba_n_heads n_mamba_heads mamba_num_heads"),
+    **_equal(32, "rotary_dim sliding_window attention_chunk_size"),
+    **_equal(512, "mamba_d_ssm max_position_embeddings"),
+    "index_topk": 16,
 }
 # Fields that config classes leave at None although their models need a value.
 NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
