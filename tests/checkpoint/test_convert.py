@@ -95,6 +95,19 @@ def test_invalid_sources_and_destinations_raise(tmp_path, moe_folder, make_model
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_with_biases_raise(tmp_path, make_model, layout: str) -> None:
+    """gpt-oss interleaves gate and up projections, so halves of the stacked tensor are neither."""
+    save_weights(make_model("qwen3_moe"), tmp_path / "a", layout="transposed")
+    file = tmp_path / "a" / "model.safetensors"
+    bias = {"model.layers.0.mlp.experts.down_proj_bias": torch.zeros(4, 16)}
+    safetensors.torch.save_file(safetensors.torch.load_file(file) | bias, file)
+    with pytest.raises(CheckpointError, match="experts with biases") as caught:
+        convert_folder(tmp_path / "a", tmp_path / "b", layout=layout)
+    assert "layers.0.mlp.experts.down_proj_bias" in str(caught.value)
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize("layers", [(1,), (0, 1)])
 def test_missing_last_expert_raises(tmp_path, make_model, layers) -> None:
     """Detected from the other layers, or from the number of experts in config.json."""

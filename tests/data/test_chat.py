@@ -348,6 +348,11 @@ GOOD = {"messages": TALK}
             {"messages": [TALK[1], {"role": "assistant", "content": " "}]},
             "messages[1]: the assistant's turn is empty",
         ),
+        (
+            CHATML,
+            {"messages": [{"role": "user", "content": [{"type": "text", "content": "x"}]}, TALK[2]]},
+            "messages[0]: a part of type text has no text; it has type, content",
+        ),
         (CHATML, {"messages": []}, "messages is empty"),
         (CHATML, {"messages": 3}, "messages must be a list of messages, found a int"),
         (CHATML, {"messages": [{"content": "x"}]}, "messages[0] has no role"),

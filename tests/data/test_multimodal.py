@@ -267,6 +267,11 @@ QUESTION = {"role": "user", "content": "what?"}
     ("messages", "problem"),
     [
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "the text of a part must be a string, found 5"),
+        (
+            [{"role": "user", "content": [{"type": "text", "content": "x"}]}],
+            "type text has no text; it has type, content",
+        ),
+        ([{"role": "user", "content": [{"type": "image", "image": ""}]}], "its path is empty"),
         ([{"role": "user", "content": [{"image": "1.png", "text": "what?"}]}], "a part of type image has text too"),
         ([{"role": "user", "content": [{"type": "video", "video": "1.mp4", "image": "1.png"}]}], "has image too"),
         ([QUESTION, {"role": "assistant", "content": "", "tool_calls": 5}], "tool_calls must be a list, found a int"),

@@ -101,6 +101,8 @@ def test_long_list_of_problems_is_truncated(tmp_path, read_documents):
         ),
         ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}\n", "line 1: not JSON (Exceeds the limit"),
         ("a.jsonl", b'{"text": "x", "n": ' + b"[" * 99999 + b"\n", "line 1: not JSON (maximum recursion depth"),
+        ("a.jsonl", '{"text": "é"}\n'.encode("latin-1"), "line 1: not UTF-8 (invalid continuation byte at byte 10)"),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "line 1: not UTF-8 (invalid start byte at byte 0)"),
         ("a.jsonl", b'{"text": "x"\n', "line 1: not JSON (Expecting ',' delimiter: line 1 column 13"),
         ("a.parquet", b"PAR1 but no more", "not a readable parquet file"),
     ],

@@ -34,6 +34,13 @@ def assert_error(result, *messages, tmp_path):
         ("train", "num_epochs", float("inf"), "train.num_epochs must be finite"),
         ("train", "weight_decay", float("inf"), "train.weight_decay must be finite"),
         ("train", "seed", 2**32, "train.seed=4294967296 must be below 2147483648"),
+        (
+            "train",
+            "global_batch_size",
+            10**20,
+            "train.global_batch_size=100000000000000000000 must be at most 16777216",
+        ),
+        ("data", "num_workers", 10**6, "data.num_workers=1000000 must be at most 1024"),
         ("train", "output_dir", "", "train.output_dir is empty"),
         ("train", "lr", None, "train.lr: expected float, found None"),
         ("train", "output_dir", None, "train.output_dir: expected str, found None"),
@@ -56,6 +63,13 @@ def assert_error(result, *messages, tmp_path):
 def test_invalid_field_raises(train, settings, tmp_path, section, field, value, message):
     settings[section][field] = value
     assert_error(train(), message, tmp_path=tmp_path)
+
+
+def test_answers_longer_than_the_positions_raise(train, settings, tmp_path):
+    settings["train"]["eval_steps"] = 1
+    settings["evaluation"] = {"prompts": ["x"], "max_new_tokens": 128}
+    message = "evaluation.max_new_tokens=128 leaves no position for a prompt"
+    assert_error(train(), message, "max_position_embeddings=128", tmp_path=tmp_path)
 
 
 def test_file_instead_of_checkpoint_folder_raises(train, tmp_path):

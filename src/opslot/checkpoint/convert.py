@@ -53,8 +53,9 @@ def convert_folder(
         The destination.
 
     Raises:
-        CheckpointError: a source that is missing, corrupt, incomplete or of mixed layouts, or has no experts;
-            a destination that is not empty or cannot be written.
+        CheckpointError: a source that is missing, corrupt, incomplete or of mixed layouts, or has no experts, or
+            experts with biases (those of gpt-oss, whose gate and up projections alternate); a destination that is not
+            empty or cannot be written.
         ConfigError: unknown layout or size.
     """
     source, destination = Path(source), Path(destination)
@@ -72,6 +73,12 @@ def convert_folder(
         raise CheckpointError(
             f"checkpoint {str(source)!r} holds no experts, so there is nothing to convert",
             hint="give a mixture-of-experts checkpoint",
+        )
+    if biased := sorted(entries.keys() & {f"{name}_bias" for name in experts}):
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} holds experts with biases, which have one layout",
+            found=biased[0],
+            hint="use the checkpoint as it is",
         )
     model, slices = _map(source, entries, experts)
     shards = shard_outputs(outputs_for(model.targets, experts, layout), max_bytes)

@@ -397,6 +397,9 @@ def _message(value: Any, name: str) -> Message:
         raise SampleError(f"{name} has no role; it has {', '.join(map(str, message)) or 'nothing'}")
     if not isinstance(content, str | list | None):
         raise SampleError(f"{name}: content must be a string, found {_shown(content)}")
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping) and part.get("type") == "text" and not isinstance(part.get("text"), str):
+            raise SampleError(f"{name}: a part of type text has no text; it has {', '.join(map(str, part))}")
     calls = message.get("tool_calls")
     if calls is not None:
         calls = _parsed(calls, f"{name}.tool_calls")

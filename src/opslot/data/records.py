@@ -303,7 +303,10 @@ def _first_item(text: str, stream: TextIO) -> tuple[Any, str]:
 
 def _record_of_line(line: bytes) -> tuple[dict[str, Any], str | None]:
     try:
-        record = json.loads(line.strip())
+        # json.loads takes bytes with a zero for UTF-16 or UTF-32.
+        record = json.loads(line.strip().decode("utf-8-sig", "surrogatepass"))
+    except UnicodeDecodeError as error:
+        return {}, f"not UTF-8 ({error.reason} at byte {error.start}); save the file in UTF-8"
     # Also for numbers with more digits, and brackets nested more deeply, than Python parses.
     except (ValueError, RecursionError) as error:
         return {}, f"not JSON ({error}); the file must hold one object a line"

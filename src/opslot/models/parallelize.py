@@ -234,7 +234,9 @@ def with_expert_parallel(binding: Binding, state: ParallelState) -> Binding:
 def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) -> None:
     experts = [slot for slot in walk_slots(model) if slot.op_name == "moe_experts"]
     if not experts:
-        raise ConfigError(f"ep={state.ep}, but {model.config.model_type} has no experts", hint="set ep to 1")
+        raise ConfigError(
+            f"ep={state.ep}, but {model.config.model_type} has no experts", hint="set ep (train.ep_size) to 1"
+        )
     if plan is None:
         raise ConfigError(
             f"ep={state.ep}, but {model.config.model_type} has no parallel plan for its experts",

@@ -25,7 +25,7 @@ from opslot.models._sequence.packing import packing_problem
 from opslot.ops.cross_entropy_loss import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.generating import generate_answers
-from opslot.trainer.run_data import CHAT_TASKS, RunData, open_tokenizer, set_sample_length
+from opslot.trainer.run_data import CHAT_TASKS, RunData, check_answer_length, open_tokenizer, set_sample_length
 from opslot.trainer.setup import dtype_of_weights
 from opslot.trainer.validate import micro_batch_size
 
@@ -52,6 +52,7 @@ class TextTrainer(BaseTrainer):
         self.tokenizer = open_tokenizer(config, self.inputs, self.model_config)
         self._check_sizes()
         set_sample_length(config.data, self.model_config, self.tokenizer)
+        check_answer_length(config.evaluation, self.model_config)
         self.data = RunData(config, self.inputs, self.tokenizer, self.model_config)
         self.train_set = self.data.train_set
         self.data.start_tokenizing()

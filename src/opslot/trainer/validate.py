@@ -23,6 +23,8 @@ from opslot.trainer.parallel_settings import check_cuda_graphs, check_data_paral
 
 # NumPy seeds have 32 bits, and each rank adds its number.
 _SEEDS = 2**31
+# Beyond these a number is a mistake, of which the machine would run out of memory or never finish a step.
+_LARGEST_BATCH, _MOST_WORKERS, _LARGEST_RANK = 2**24, 1024, 2**16
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,15 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
     for name, (value, least) in at_least.items():
         if value is not None and not value >= least:
             problems.append(f"{name}={value} must be at least {least}")
+    at_most = {
+        "train.global_batch_size": (train.global_batch_size, _LARGEST_BATCH),
+        "data.num_workers": (data.num_workers, _MOST_WORKERS),
+        "lora.r": (config.lora.r or 0, _LARGEST_RANK),
+    }
+    at_most |= {
+        f"lora.rank_pattern.{name}": (rank, _LARGEST_RANK) for name, rank in (config.lora.rank_pattern or {}).items()
+    }
+    problems += [f"{name}={value} must be at most {most}" for name, (value, most) in at_most.items() if value > most]
     optimizer = train.optimizer
     above_zero = {"train.lr": train.lr, "train.num_epochs": train.num_epochs, "train.optimizer.eps": optimizer.eps}
     if train.logging.peak_tflops is not None:
@@ -432,7 +443,7 @@ def _check_token_batch(config: RunConfig, problems: list[str]) -> None:
 
 def _check_batch(train: TrainConfig, problems: list[str]) -> None:
     total, micro, ranks = train.global_batch_size, train.micro_batch_size, data_parallel_size(train)
-    if min(total, micro or 1) < 1:
+    if min(total, micro or 1) < 1 or total > _LARGEST_BATCH:
         return
     if total % ranks:
         problems.append(

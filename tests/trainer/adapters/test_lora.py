@@ -224,6 +224,8 @@ def test_unmatched_targets_are_one_error(write, capsys):
     ("change", "message"),
     [
         ({"r": 0}, "lora.r=0 must be at least 1"),
+        ({"r": 10**12}, "lora.r=1000000000000 must be at most 65536"),
+        ({"rank_pattern": {"q_proj": 10**12}}, "lora.rank_pattern.q_proj=1000000000000 must be at most 65536"),
         ({"r": None}, "lora.target_modules needs lora.r"),
         ({"experts": True, "dropout": 0.1}, "weights, which have no dropout"),
         ({"dropout": 1.0}, "lora.dropout=1.0 must be in [0, 1)"),

@@ -232,6 +232,8 @@ def read_source(value: Any, folder: Path) -> bytes:
         return bytes(value)
     if not isinstance(value, str):
         raise MediaError(f"a {type(value).__name__} is not a path, bytes or base64")
+    if not value:
+        raise MediaError("its path is empty")
     if value.startswith("data:"):
         try:
             # Encoders break lines.

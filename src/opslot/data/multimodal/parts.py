@@ -127,7 +127,9 @@ def _of_part(part: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any
     if other := next((name for name in ("text", *KINDS) if name != kind and known.get(name)), None):
         raise MediaError(f"a part of type {kind} has {other} too; make it two parts")
     if kind == "text":
-        text = known.get("text", "")
+        if "text" not in known:
+            raise MediaError(f"a part of type text has no text; it has {', '.join(known) or 'nothing'}"[:200])
+        text = known["text"]
         if not isinstance(text, str):
             raise MediaError(f"the text of a part must be a string, found {text!r}"[:200])
         return {"type": "text", "text": text}
