@@ -233,3 +233,5 @@ def test_unsupported_filter_or_activation_raises_when_bound(width, activation, m
 def test_torch_serves_filters_of_any_width():
     model = Mixer(7, "silu")
     assert "torch_packed" in str(opslot.bind(model, {"causal_conv1d_implementation": "torch_packed"}))
+    on_gpu = KernelRequest("causal_conv1d", "standard", DeviceFacts("gpu", (9, 0)), torch.bfloat16, model)
+    assert KERNEL_REGISTRY.resolve(on_gpu).chosen == "torch_packed"
