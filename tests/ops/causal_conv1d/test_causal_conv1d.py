@@ -31,10 +31,11 @@ def cumulative(documents, dtype=torch.int32):
     return torch.tensor([0, *documents], device=DEVICE).cumsum(0).to(dtype)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_auto_selects_the_measured_kernel_on_a_gpu(dtype):
+def test_auto_selects_the_measured_kernel_on_a_gpu(dtype, capability):
     pytest.importorskip("triton")
-    request = KernelRequest("causal_conv1d", "standard", DeviceFacts("gpu", (9, 0)), dtype)
+    request = KernelRequest("causal_conv1d", "standard", DeviceFacts("gpu", capability), dtype)
     assert KERNEL_REGISTRY.resolve(request).chosen == "triton"
 
 
@@ -233,5 +234,6 @@ def test_unsupported_filter_or_activation_raises_when_bound(width, activation, m
 def test_torch_serves_filters_of_any_width():
     model = Mixer(7, "silu")
     assert "torch_packed" in str(opslot.bind(model, {"causal_conv1d_implementation": "torch_packed"}))
-    on_gpu = KernelRequest("causal_conv1d", "standard", DeviceFacts("gpu", (9, 0)), torch.bfloat16, model)
-    assert KERNEL_REGISTRY.resolve(on_gpu).chosen == "torch_packed"
+    for capability in ((8, 0), (9, 0)):
+        on_gpu = KernelRequest("causal_conv1d", "standard", DeviceFacts("gpu", capability), torch.bfloat16, model)
+        assert KERNEL_REGISTRY.resolve(on_gpu).chosen == "torch_packed"

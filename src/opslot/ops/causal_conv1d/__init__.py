@@ -44,6 +44,7 @@ add_kernel(
     "op:reference",
     # The same convolution as Transformers', but without windows that cross packed documents: filters that no other
     # kernel takes (LFM3's 7 taps) would run once for each document.
-    priority={"cpu": 10, "gpu": 10},
+    priority={"cpu": 10, H200: 10},
+    portable=True,
     description="torch's own convolution, packed documents by cu_seqlens, any device",
 )
