@@ -8,13 +8,14 @@ import transformers
 from transformers import AttentionInterface, AutoConfig
 
 import opslot
+from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
 from opslot.ops.attention.forms import Attention, OwnAttention
 from opslot.ops.attention.mask_forms import MasksOfOneImplementation
 from opslot.patchgen.forms import ClassFact, ModuleView
 from opslot.patchgen.source import UpstreamModule
 from opslot.slots.protocol import COMPUTES_ATTENTION, MASKS_OF
-from opslot.verify.random_model import random_ids, random_model, whole_batch
+from opslot.verify.random_model import class_of, random_ids, random_model, whole_batch
 from opslot.verify.tiny import tiny_config
 from tests.models.sizes import SIZES
 
@@ -364,3 +365,17 @@ def test_attention_of_a_class_is_recognized_by_its_calls(code, computes):
     found = list(OwnAttention().find(ModuleView(UpstreamModule("toy", "5.9.0", text))))
     assert [finding.attribute for finding in found if isinstance(finding, ClassFact)] == [COMPUTES_ATTENTION] * computes
     assert len(found) == 2 * computes
+
+
+@pytest.mark.quick("gemma4_text", "deepseek_v3")
+@pytest.mark.parametrize("arch", ["gemma4_text", "gemma2", "deepseek_v3", "gpt_oss", "nemotron_h", "qwen3_next"])
+def test_auto_on_an_h200_serves_the_head_sizes_of_default_configs(arch, monkeypatch):
+    """Among the kernels that this machine can import, and never one that raises or makes a dense mask."""
+    pytest.importorskip("triton")
+    h200 = DeviceFacts("gpu", (9, 0), "NVIDIA H200")
+    monkeypatch.setattr("opslot.slots.binding.facts_of", lambda device: h200)
+    config = AutoConfig.for_model(arch)
+    with torch.device("meta"):
+        model = class_of(config)._from_config(config, dtype=torch.bfloat16)
+    report = opslot.apply(model, "auto")
+    assert {row.chosen for row in report if row.op == "attention"} <= {"triton", "cudnn", "flash_attention_4"}
