@@ -188,6 +188,7 @@ def compile_op(name: str, sizes: Mapping[str, int]) -> Compiler:
     compiler = Compiler()
     prepare(compiler)
 
+    from opslot._base.errors import KernelError
     from opslot.slots import KERNEL_REGISTRY
 
     kernels = [(spec, KERNEL_REGISTRY.load(*spec.key)) for spec in KERNEL_REGISTRY.specs(name) if spec.interpretable]
@@ -201,6 +202,9 @@ def compile_op(name: str, sizes: Mapping[str, int]) -> Compiler:
                     try:
                         run(kernel, variant, arguments)
                     except Exception as error:
+                        if isinstance(error, KernelError) and dtype == torch.float32:
+                            # Wide heads are for 16 bits only.
+                            continue
                         compiler.failures.append(f"{'/'.join(spec.key)}: {type(error).__name__}: {error}")
     return compiler
 
