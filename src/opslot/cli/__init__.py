@@ -145,7 +145,7 @@ def _add_generate(add: _Add) -> None:
             "  opslot generate outputs/run/hf --prompt 'def f(' --raw --temperature 0.7"
         ),
     )
-    generate.add_argument("model", help="a Hugging Face folder with weights and tokenizer")
+    generate.add_argument("model", help="a Hugging Face folder with weights, or LoRA adapters, and tokenizer")
     generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
     generate.add_argument("--system", default=None, help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")

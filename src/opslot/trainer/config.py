@@ -289,7 +289,7 @@ class RunConfig:
 
     Args:
         model: the model and its kernels.
-        data: the training text.
+        data: the training data.
         train: the training.
         evaluation: the evaluation.
         lora: adapters to train instead of the model's own parameters.
