@@ -182,6 +182,29 @@ def test_help_of_discover_lists_the_checks(capsys):
     assert ", ".join(CHECKS) in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "data preview",
+        "generate",
+        "report",
+        "kernels",
+        "explain",
+        "discover",
+        "verify",
+        "bisect",
+        "bench",
+        "convert",
+        "merge",
+    ],
+)
+def test_help_shows_examples_on_lines_of_their_own(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert f"\nexamples:\n  opslot {command}" in shown
+
+
 def test_unknown_command_exits_2():
     with pytest.raises(SystemExit) as caught:
         main(["trian"])

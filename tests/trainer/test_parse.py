@@ -213,6 +213,7 @@ def test_merged_key_can_be_overridden(tmp_path):
         ("train.gradient_checkpointing", "use train.activation_checkpointing: full or selective"),
         ("train.optim", "use train.optimizer.name"),
         ("model.load_in_4bit", "use lora.quantization: nf4"),
+        ("model.bnb_4bit_compute_dtype", "use train.fsdp.param_dtype"),
         ("train.bf16", "use train.fsdp.param_dtype: bfloat16"),
         ("train.gradient_accumulation_steps", "use train.global_batch_size and train.micro_batch_size"),
         ("train.per_device_train_batch_size", "use train.micro_batch_size"),

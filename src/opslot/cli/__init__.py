@@ -127,6 +127,7 @@ def _add_data(add: _Add) -> None:
             "examples:\n  opslot data preview run.yaml\n  opslot data preview run.yaml --samples 5 --tokens\n"
             "  opslot data preview --task sft --model.model_path models/Qwen3-0.6B --data.train_path chats.jsonl"
         ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     preview.add_argument("--samples", type=count, default=3, metavar="N", help="documents to print; default 3")
     preview.add_argument("--tokens", action="store_true", help="print tokens instead of text")
@@ -144,7 +145,7 @@ def _add_generate(add: _Add) -> None:
             "  opslot generate outputs/run/hf --prompt 'def f(' --raw --temperature 0.7"
         ),
     )
-    generate.add_argument("model", help="a Hugging Face folder with weights and tokenizer")
+    generate.add_argument("model", help="a Hugging Face folder with weights, or LoRA adapters, and tokenizer")
     generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
     generate.add_argument("--system", default=None, help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
@@ -313,7 +314,14 @@ def _add_convert(add: _Add) -> None:
 
 
 def _add_merge(add: _Add) -> None:
-    merge = add("merge", help="write a checkpoint that has LoRA adapters added to its weights")
+    merge = add(
+        "merge",
+        help="write a checkpoint that has LoRA adapters added to its weights",
+        epilog=(
+            "examples:\n  opslot merge outputs/run/hf merged/\n"
+            "  opslot merge outputs/run/hf merged/ --base models/Qwen3-8B      if the base model was moved"
+        ),
+    )
     merge.add_argument("adapter", help="a folder with adapter_config.json and adapter_model.safetensors")
     merge.add_argument("destination", help="folder of the merged checkpoint")
     merge.add_argument("--base", help="folder of the base model; default what the adapter's config names")

@@ -13,7 +13,7 @@ class DataConfig:
     Args:
         train_path: files, globs or folders that `datasets` saved, one or a list. Known extensions are .jsonl, .ndjson,
             .jsonlines, .jl and .json (one JSON object per line; .json also an array of objects), these with .gz or
-            .zst, .parquet, .arrow, .txt and .md. Of a saved DatasetDict, the split "train" is read.
+            .zst, .parquet, .arrow, .txt, .md and .tar (WebDataset). Of a saved DatasetDict, the split "train" is read.
         train: instead of `train_path`, a mixture: a list of {path, weight}; each sample comes from a data set that is
             drawn with a probability proportional to its weight (default 1).
         eval_path: as `train_path`, for evaluation; default `eval_fraction` of the training documents is held out. Of a
@@ -21,7 +21,7 @@ class DataConfig:
         eval_fraction: fraction of the documents held out if `train.eval_steps` is set and `eval_path` is not; above
             256 MiB of text, the fraction of a random 256 MiB of it.
         format: format of all files; auto decides by extension and rejects unknown ones.
-        text_field: field (jsonl) or column (parquet) that holds the text.
+        text_field: field (jsonl) or column (parquet, Arrow) that holds the text.
         chat_template: file with the chat template for tasks sft and vlm, which is also saved with the model; default
             the tokenizer's. "none" joins prompt and completion without a template.
         train_on: what tasks sft and vlm train: all turns of the assistant (or the completion), its last turn only, or

@@ -47,7 +47,7 @@ def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> N
 
 
 def _finder() -> ModuleType:
-    # By name, since it is in a room above this one.
+    # By name, since it is in a package above this one.
     return importlib.import_module("opslot.models.discovery")
 
 

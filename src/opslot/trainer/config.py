@@ -235,8 +235,8 @@ class LoraConfig:
         modules_to_save: names of modules that are trained and saved whole; a classifier's head always is.
         experts: also add adapters to the stacked weights of experts, computed as GEMMs beside those of the weights.
         quantization: nf4 quantizes the frozen linear layers and the stacked weights of experts to 4 bits as they are
-            read (QLoRA, bitsandbytes); the embeddings, routers and the output head keep `model.torch_dtype`. Each
-            process holds all quantized weights, but with `train.ep_size` only its own experts.
+            read (QLoRA, bitsandbytes); embeddings, norms, routers and the output head are in `train.fsdp.param_dtype`.
+            Each process holds all quantized weights, but with `train.ep_size` only its own experts.
         use_rslora: scale by alpha / sqrt(r) instead.
         use_dora: also train the norm of the weights of each output (DoRA); not for experts or with `quantization`.
         rank_pattern: ranks of parts of the model, name or regular expression to rank, e.g. {o_proj: 32}.
@@ -289,7 +289,7 @@ class RunConfig:
 
     Args:
         model: the model and its kernels.
-        data: the training text.
+        data: the training data.
         train: the training.
         evaluation: the evaluation.
         lora: adapters to train instead of the model's own parameters.
