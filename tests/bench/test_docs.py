@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from opslot import KERNEL_REGISTRY
 from opslot.bench.result import Environment, OpRow, Result, Run, StepRow, read
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,8 @@ def test_changed_result_is_detected(docs, tmp_path, monkeypatch):
 def test_committed_results_match_the_schema(docs, file):
     result = read(file)
     assert result.runs, "every file holds a run"
+    rows = {(row.op, row.variant) for row in result.ops if row.op in KERNEL_REGISTRY.ops}
+    assert not {(op, variant) for op, variant in rows if variant not in KERNEL_REGISTRY.op(op).variants}
     assert re.fullmatch(r"\w+_(h200|h\d00x\d|epyc|xeon)\.json", file.name), "<script>_<machine>.json"
     script = result.script.split()[-1]
     assert file.name.startswith(Path(script).stem)
