@@ -13,6 +13,8 @@ from opslot.checkpoint import load_weights, save_weights
 from opslot.checkpoint.convert import convert_folder
 from opslot.checkpoint.experts import LAYOUTS
 from opslot.checkpoint.folder import _in_words
+from opslot.verify.random_model import random_model
+from opslot.verify.tiny import tiny_config
 from tests.equal import assert_equal_tensors
 
 
@@ -122,3 +124,17 @@ def test_missing_last_expert_raises(tmp_path, make_model, layers) -> None:
     for layer in layers:
         assert f"layers.{layer}.mlp.experts: expert {last} lacks gate_proj, up_proj, down_proj" in str(caught.value)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_that_the_model_has_transposed_keep_their_layout(tmp_path, layout: str) -> None:
+    model = random_model(tiny_config("llama4_text"))
+    model.save_pretrained(tmp_path / "a")
+    if layout == "transposed":
+        convert_folder(tmp_path / "a", tmp_path / "b", layout=layout)
+        found = type(model).from_pretrained(tmp_path / "b", dtype=torch.float32).state_dict()
+        assert all(torch.equal(found[name], x) for name, x in model.state_dict().items())
+        return
+    with pytest.raises(CheckpointError, match="experts of Llama4ForCausalLM are transposed in the model"):
+        convert_folder(tmp_path / "a", tmp_path / "b", layout=layout)
+    assert not (tmp_path / "b").exists()

@@ -15,6 +15,7 @@ from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import CheckpointError
 from opslot._base.logging import get_logger
 from opslot.checkpoint._report import Problems
+from opslot.checkpoint.converter import Shapes
 from opslot.checkpoint.experts import ExpertTensorConverter, check_layout, expert_targets_of_checkpoint
 from opslot.checkpoint.folder import INDEX, read_config, read_folder, staged_folder
 from opslot.checkpoint.mapping import MappedSlice, map_tensors
@@ -54,8 +55,8 @@ def convert_folder(
 
     Raises:
         CheckpointError: a source that is missing, corrupt, incomplete or of mixed layouts, or has no experts, or
-            experts with biases (those of gpt-oss, whose gate and up projections alternate); a destination that is not
-            empty or cannot be written.
+            experts with biases (those of gpt-oss, whose gate and up projections alternate), or a layout that the model
+            does not read (Llama 4's experts are transposed); a destination that is not empty or cannot be written.
         ConfigError: unknown layout or size.
     """
     source, destination = Path(source), Path(destination)
@@ -80,6 +81,12 @@ def convert_folder(
             found=biased[0],
             hint="use the checkpoint as it is",
         )
+    if layout != "transposed" and _reads_transposed(source, config, shapes, experts):
+        raise CheckpointError(
+            f"the experts of {config['architectures'][0]} are transposed in the model, which reads no other layout",
+            found=f"layout {layout!r}",
+            hint="use the checkpoint as it is",
+        )
     model, slices = _map(source, entries, experts)
     shards = shard_outputs(outputs_for(model.targets, experts, layout), max_bytes)
     with staged_folder(destination, sum(output.spec.nbytes for shard in shards.values() for output in shard)) as stage:
@@ -89,6 +96,26 @@ def convert_folder(
             _write_config(stage, config)
     logger.info("converted %s to %s in %s", source, layout, destination)
     return destination
+
+
+def _reads_transposed(source: Path, config: dict[str, Any], shapes: Shapes, experts: Shapes) -> bool:
+    """Whether experts are transposed both in a checkpoint and in Transformers' model of it, as in Llama 4."""
+    transposed = next((name for name, shape in experts.items() if tuple(shapes.get(name, shape)) != tuple(shape)), None)
+    if transposed is None:
+        return False
+    import transformers
+
+    cls = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    if cls is None:
+        return False
+    try:
+        with torch.device("meta"):
+            model = cls(transformers.AutoConfig.from_pretrained(source))
+    # Of any model's constructor; converting does not need a config that it accepts.
+    except Exception:
+        return False
+    own = model.state_dict().get(transposed)
+    return own is not None and own.shape == tuple(shapes[transposed])
 
 
 def _copy_companions(source: Path, destination: Path, shards: set[str]) -> None:
