@@ -12,7 +12,7 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.data.collation import collate, make_sample
 from opslot.distributed import get_parallel_state
-from opslot.models._cuda_graphs import pad_boundaries
+from opslot.models._cuda_graphs import pad_boundaries, prepare_cuda_graphs
 from tests.distributed import tiny
 
 DOCUMENTS = [(5, 11, 8), (24,), (1, 2, 3, 4, 5, 6, 3), (1,) * 24, (12, 12)]
@@ -97,6 +97,21 @@ def test_compiled_layers_take_documents_of_any_number(monkeypatch):
     found = train("qwen3", "cpu", {"cuda_graphs": True})
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     assert sizes == {(16, 24), (32, 24)}
+
+
+def test_gradients_are_copied_once_a_step():
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    prepare_cuda_graphs(layer)
+    for _ in range(2):
+        layer(x).sum().backward()
+        in_graph = layer.weight.grad
+        layer(x).sum().backward()
+        copy = layer.weight.grad
+        assert copy is not in_graph
+        assert torch.equal(copy, 2 * in_graph)
+        layer(x).sum().backward()
+        assert layer.weight.grad is copy
+        layer.zero_grad()
 
 
 def test_padded_boundaries():

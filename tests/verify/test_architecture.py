@@ -12,7 +12,7 @@ from transformers import AutoConfig, Qwen3Config
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
 from opslot.cli import main
-from opslot.verify import CHECKS, architecture, check_architecture, media
+from opslot.verify import CHECKS, architecture, check_architecture, config_checks, media
 from opslot.verify.bisect import bisect
 from opslot.verify.isolated import Processes
 from opslot.verify.random_model import class_of, packed_batches, random_model, train_step, worst_difference
@@ -49,7 +49,7 @@ def test_auto_runs_the_fused_loss_of_larger_vocabularies(monkeypatch):
         logits.append(model(**batch).logits)
         return bisect(model, batch)
 
-    monkeypatch.setattr(architecture, "bisect", spy)
+    monkeypatch.setattr(config_checks, "bisect", spy)
     assert check_architecture("llama", checks=["auto"]).ok
     assert logits == [None]
 
@@ -79,7 +79,7 @@ def test_packing_in_bfloat16_that_differs_is_named(monkeypatch):
         whole = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "position_ids": torch.arange(ids.shape[1])[None]}
         return [{**packed[0], **whole, "max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}], alone
 
-    monkeypatch.setattr(architecture, "packed_batches", documents_as_one)
+    monkeypatch.setattr(config_checks, "packed_batches", documents_as_one)
     found = check_architecture("llama", checks=["packed"], dtype="bfloat16")["packed"]
     assert found.result == "failed"
     assert re.match(r"error of the (loss|gradients) .*, that of Transformers' code", found.detail)
@@ -134,36 +134,36 @@ def test_masked_language_model_passes(processes):
 
 
 def test_difference_between_processes_is_named(processes, monkeypatch):
-    step = architecture.train_step
-    monkeypatch.setattr(architecture, "train_step", lambda *args: {n: v * 1.01 for n, v in step(*args).items()})
+    step = config_checks.train_step
+    monkeypatch.setattr(config_checks, "train_step", lambda *args: {n: v * 1.01 for n, v in step(*args).items()})
     found = check_architecture("llama", checks=["fsdp"], processes=processes)
     assert not found.ok
     assert "differs by" in found["fsdp"].detail
 
 
 def test_documents_that_see_each_other_are_named(monkeypatch):
-    packed = architecture.packed_batches
+    packed = config_checks.packed_batches
 
     def one_document(ids, rows):
         (whole,), alone = packed(ids, rows)
         kept = {name: value for name, value in whole.items() if name in ("input_ids", "labels", "num_items_in_batch")}
         return [{**kept, "position_ids": torch.arange(ids.shape[1]).expand(rows, -1)}], alone
 
-    monkeypatch.setattr(architecture, "packed_batches", one_document)
+    monkeypatch.setattr(config_checks, "packed_batches", one_document)
     found = check_architecture("llama", checks=["packed"])
     assert found["packed"].result == "failed"
     assert "differs by" in found["packed"].detail
 
 
 def test_checkpoint_that_differs_is_named(monkeypatch):
-    save = architecture.save_weights
+    save = config_checks.save_weights
 
     def broken(model, folder):
         with torch.no_grad():
             model.model.norm.weight.add_(1)
         save(model, folder)
 
-    monkeypatch.setattr(architecture, "save_weights", broken)
+    monkeypatch.setattr(config_checks, "save_weights", broken)
     found = check_architecture("llama", checks=["checkpoint"])["checkpoint"]
     assert (found.result, found.detail) == ("failed", "saved by opslot: model.norm.weight differ")
 
@@ -450,7 +450,7 @@ def test_derived_inputs_on_two_processes(processes, arch):
 
 
 def test_frozen_parameter_with_a_gradient_is_named(monkeypatch):
-    step = architecture.train_step
+    step = config_checks.train_step
 
     def leaking(model, batches):
         found = step(model, batches)
@@ -459,19 +459,19 @@ def test_frozen_parameter_with_a_gradient_is_named(monkeypatch):
                 parameter.grad = torch.zeros_like(parameter)
         return found
 
-    monkeypatch.setattr(architecture, "train_step", leaking)
+    monkeypatch.setattr(config_checks, "train_step", leaking)
     found = check_architecture("llama", checks=["frozen"])["frozen"]
     assert (found.result, found.detail) == ("failed", "embeddings frozen: model.embed_tokens.weight has a gradient")
 
 
 def test_other_gradient_beside_frozen_parts_is_named(monkeypatch):
-    step = architecture.train_step
+    step = config_checks.train_step
 
     def scaled(model, batches):
         factor = 1.01 if type(model).__module__.startswith("opslot.generated") else 1
         return {name: value * factor for name, value in step(model, batches).items()}
 
-    monkeypatch.setattr(architecture, "train_step", scaled)
+    monkeypatch.setattr(config_checks, "train_step", scaled)
     found = check_architecture("gemma3", checks=["frozen"])["frozen"]
     assert found.result == "failed"
     assert found.detail.startswith("vision frozen: ")

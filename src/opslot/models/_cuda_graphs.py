@@ -7,6 +7,7 @@ again for other shapes and other integers, so the documents of a packed batch ar
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ _padded: TensorCache[Tensor] = TensorCache(8)
 def prepare_cuda_graphs(model: nn.Module) -> None:
     """Prepare a model whose layers are compiled with mode="reduce-overhead"; each forward pass begins a step."""
     by_document = next((path for path, _ in modules_by_document(model)), None)
-    copies: dict[nn.Parameter, int] = {}
+    copies: dict[nn.Parameter, weakref.ref[Tensor]] = {}
     model.register_forward_pre_hook(functools.partial(_begin_step, by_document, copies), with_kwargs=True)
     for layer in model.modules():
         if layer._compiled_call_impl is not None:
@@ -35,13 +36,17 @@ def prepare_cuda_graphs(model: nn.Module) -> None:
 
 
 def _begin_step(
-    by_document: str | None, copies: dict[nn.Parameter, int], model: nn.Module, args: Any, kwargs: dict[str, Any]
+    by_document: str | None,
+    copies: dict[nn.Parameter, weakref.ref[Tensor]],
+    model: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
 ) -> None:
     """Mark the memory of the last step's graphs as free, after what is needed of it has moved.
 
     Args:
         by_document: a module that runs once for each document.
-        copies: addresses of the gradients that have moved.
+        copies: the gradients that have moved.
 
     Raises:
         ConfigError: packed documents for a model with a module that runs once for each of them.
@@ -55,9 +60,10 @@ def _begin_step(
     if torch.is_grad_enabled() and not has_copies(model):
         for parameter in model.parameters():
             # Of an earlier micro batch: the first one's is in a graph's memory, and later ones are added to its copy.
-            if parameter.grad is not None and parameter.grad.data_ptr() != copies.get(parameter):
+            copy = copies.get(parameter)
+            if parameter.grad is not None and (copy is None or copy() is not parameter.grad):
                 parameter.grad = parameter.grad.clone()
-                copies[parameter] = parameter.grad.data_ptr()
+                copies[parameter] = weakref.ref(parameter.grad)
     torch.compiler.cudagraph_mark_step_begin()
 
 

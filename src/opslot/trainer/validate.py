@@ -12,19 +12,19 @@ from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.files import path_problem
 from opslot._base.launcher import launched_rank, launched_world_size
-from opslot.checkpoint.adapters import FROM_WEIGHTS
 from opslot.data.config import DataConfig
 from opslot.data.sources import find_files
-from opslot.trainer.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
+from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
+from opslot.trainer.lora_settings import check_lora
 from opslot.trainer.optimizer_settings import check_optimizer
 from opslot.trainer.output_folder import check_output
 from opslot.trainer.output_lock import OutputLock
-from opslot.trainer.parallel_settings import check_cuda_graphs, check_data_parallel_mode, is_sharded
+from opslot.trainer.parallel_settings import check_cuda_graphs, check_data_parallel_mode
 
 # NumPy seeds have 32 bits, and each rank adds its number.
 _SEEDS = 2**31
 # Beyond these a number is a mistake, of which the machine would run out of memory or never finish a step.
-_LARGEST_BATCH, _MOST_WORKERS, _LARGEST_RANK = 2**24, 1024, 2**16
+_LARGEST_BATCH, _MOST_WORKERS = 2**24, 1024
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _check_inputs(config: RunConfig, problems: list[str]) -> Inputs:
     sources = _sources(data, problems)
     eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
     _check_task(config, problems)
-    _check_lora(config, problems)
+    check_lora(config, problems)
     check_optimizer(config, problems)
     return Inputs(config_path, tokenizer_path, sources, eval_files, None, [])
 
@@ -214,10 +214,6 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
     at_most = {
         "train.global_batch_size": (train.global_batch_size, _LARGEST_BATCH),
         "data.num_workers": (data.num_workers, _MOST_WORKERS),
-        "lora.r": (config.lora.r or 0, _LARGEST_RANK),
-    }
-    at_most |= {
-        f"lora.rank_pattern.{name}": (rank, _LARGEST_RANK) for name, rank in (config.lora.rank_pattern or {}).items()
     }
     problems += [f"{name}={value} must be at most {most}" for name, (value, most) in at_most.items() if value > most]
     optimizer = train.optimizer
@@ -320,75 +316,6 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
             problems.append(f"data.chat_template is for tasks sft and vlm, and task is {config.task}; remove it")
         elif not Path(str(template)).expanduser().is_file():
             problems.append(f"data.chat_template: no such file: {template}; set it to a Jinja template file, or none")
-
-
-def _is_regex(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
-def _unsupported_adapters(lora: LoraConfig, sharded: bool) -> list[str]:
-    kinds = {"lora.experts": lora.experts, "lora.quantization": lora.quantization is not None}
-    found = [
-        f"lora.use_dora cannot be combined with {name}; remove one of them"
-        for name, given in kinds.items()
-        if lora.use_dora and given
-    ]
-    if lora.init in FROM_WEIGHTS:
-        kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp": sharded}
-        found += [
-            f"lora.init={lora.init} changes the base weights, which cannot be combined with {name}; use kaiming"
-            for name, given in kinds.items()
-            if given
-        ]
-    return found
-
-
-def _check_lora(config: RunConfig, problems: list[str]) -> None:
-    lora = config.lora
-    if lora.r is None:
-        changed = [name for name, value in vars(lora).items() if value != getattr(LoraConfig, name)]
-        problems += [
-            f"lora.{name} needs lora.r, the rank of the adapters; set it, or remove lora.{name}" for name in changed
-        ]
-        return
-    if lora.r < 1:
-        problems.append(f"lora.r={lora.r} must be at least 1")
-    if lora.alpha is not None and not 0 < lora.alpha < math.inf:
-        problems.append(f"lora.alpha={lora.alpha} must be above 0 and finite")
-    if not 0 <= lora.dropout < 1:
-        problems.append(f"lora.dropout={lora.dropout} must be in [0, 1)")
-    problems += [
-        f"lora.rank_pattern: {name} has rank {rank}, which must be at least 1"
-        for name, rank in (lora.rank_pattern or {}).items()
-        if rank < 1
-    ]
-    for field, names in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        problems += [
-            f"lora.{field}: {name} is not a valid regular expression; escape special characters"
-            for name in names or ()
-            if not _is_regex(name)
-        ]
-    problems += _unsupported_adapters(lora, launched_world_size() > 1 or is_sharded(config.train))
-    if lora.experts and lora.dropout:
-        problems.append("lora.experts adds to the weights, which have no dropout; set lora.dropout: 0")
-    if not lora.target_modules:
-        problems.append("lora.target_modules is empty; name modules such as q_proj, or set it to all-linear")
-    if not config.model.model_path:
-        problems.append("lora needs model.model_path, the checkpoint whose weights the adapters are added to; set it")
-    if lora.quantization is not None:
-        from opslot.models._adapters.quantized_linear import nf4_problem
-
-        problem = nf4_problem(config.train.fsdp.cpu_offload)
-        if problem:
-            problems.append(f"lora.quantization: {problem}")
-        if lora.merge:
-            problems.append("lora.merge needs unquantized weights; remove it, and run opslot merge after the training")
-    if not has_package("peft"):
-        problems.append("lora needs the peft package; pip install peft")
 
 
 def _check_processes(config: RunConfig, problems: list[str]) -> None:

@@ -17,73 +17,28 @@ of packed documents may be twice as far from those in float32 as Transformers' o
 from __future__ import annotations
 
 import contextlib
-import copy
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from opslot._base.device import usable_device
 from opslot._base.dtypes import dtype_name, floating_dtype
 from opslot._base.errors import ConfigError, OpslotError, error_text
-from opslot.checkpoint import save_weights
-from opslot.data.multimodal.rope_positions import RopePositions
-from opslot.models import apply, build_foundation_model
-from opslot.models._multimodal.modalities import decoder_of
-from opslot.models._multimodal.parts import parts_of
-from opslot.models._registry import declared_sub_model
-from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, format_table
-from opslot.slots.protocol import is_own_attention, keeps_sequences
-from opslot.verify.bisect import Float64Mode, Selections, bisect, double, in_fp64, loss_and_gradients
+from opslot.models import apply
+from opslot.slots import BindingReport, format_table
+from opslot.verify.config_checks import ANYWHERE, CHECKS, CheckOutcome, ConfigChecks, Ops
 from opslot.verify.isolated import Processes
-from opslot.verify.media import KINDS, RAISES, MediaSamples, media_samples, packed_samples, parallel_samples
-from opslot.verify.parity import EAGER_FACTOR
-from opslot.verify.random_model import (
-    BATCH,
-    LENGTH,
-    SEED,
-    packed_batches,
-    random_ids,
-    random_model,
-    train_step,
-    trained_part,
-    whole_batch,
-    worst_difference,
-)
+from opslot.verify.media import KINDS, RAISES, MediaSamples, media_samples
+from opslot.verify.random_model import random_model, trained_part
 from opslot.verify.tiny import model_type_of, tiny_configs
 from opslot.verify.tiny_sizes import GPU_SIZES
 from opslot.verify.tiny_sizes import SIZES as TINY_SIZES
-from opslot.verify.two_processes import SIZES, WORLD, two_process_step
+from opslot.verify.two_processes import WORLD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-CHECKS = ("eager", "auto", "packed", "frozen", *SIZES, "checkpoint")
-# Those on another device than the CPU, or in another dtype than float32.
-_ANYWHERE = ("auto", "packed")
-_GPU_LENGTH, _GPU_NOISE = 150, 0.03
-
-Ops = OpsImplementationConfig | dict[str, Any] | str
-
-
-@dataclass(frozen=True)
-class CheckOutcome:
-    """The outcome of one of `CHECKS`.
-
-    Attributes:
-        name: of the check.
-        result: "passed", "failed", or "unsupported" where opslot does not support it for the model.
-        detail: what was compared, what failed, or why it is not supported.
-    """
-
-    name: str
-    result: str
-    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,10 +124,9 @@ def check_architecture(
     """
     device, dtype = usable_device(device), floating_dtype(dtype, f"check_architecture: dtype {dtype!r}")
     checks = _selected_checks(checks, device, dtype)
-    on_gpu = device.type != "cpu"
     name = model_type_of(arch_or_config) if isinstance(arch_or_config, str) else arch_or_config.model_type
     try:
-        sizes = GPU_SIZES if on_gpu else TINY_SIZES
+        sizes = TINY_SIZES if device.type == "cpu" else GPU_SIZES
         configs = tiny_configs(name, sizes) if isinstance(arch_or_config, str) else (arch_or_config,)
         config, media, missing = _first_that_runs(configs)
     except OpslotError as error:
@@ -189,14 +143,14 @@ def check_architecture(
     except Exception as error:
         return ArchitectureCheck(name, error=f"raised {type(error).__name__}: {error}")
     with Processes(WORLD) if processes is None else contextlib.nullcontext(processes) as workers:
-        run = _Run(config, ops, workers, media, device, dtype)
+        run = ConfigChecks(config, ops, workers, media, device, dtype)
         outcomes = tuple(run.outcome(check) for check in CHECKS if check in checks)
     return ArchitectureCheck(name, outcomes, kernels, "", tuple(media.batches) if media else ("text",), missing)
 
 
 def _selected_checks(checks: Sequence[str] | None, device: torch.device, dtype: torch.dtype) -> Sequence[str]:
     usual = device.type == "cpu" and dtype == torch.float32
-    allowed = CHECKS if usual else _ANYWHERE
+    allowed = CHECKS if usual else ANYWHERE
     unknown = [name for name in checks or () if name not in CHECKS]
     if unknown:
         raise ConfigError(f"unknown check {unknown[0]!r}", hint=f"use {', '.join(CHECKS)}")
@@ -205,7 +159,7 @@ def _selected_checks(checks: Sequence[str] | None, device: torch.device, dtype: 
         raise ConfigError(
             f"the check {other[0]!r} is for float32 on the CPU",
             found=f"{dtype_name(dtype)} on {device}",
-            hint=f"use {' or '.join(_ANYWHERE)} there",
+            hint=f"use {' or '.join(ANYWHERE)} there",
         )
     return allowed if checks is None else checks
 
@@ -240,326 +194,3 @@ def _media_samples(model: Any) -> tuple[MediaSamples | None, Mapping[str, str]]:
     if found is None:
         return None, {}
     return (found if found.batches.keys() & {*KINDS} else None), found.missing
-
-
-class _NoReference(Exception):
-    """Transformers' own model raises, so that there is nothing to compare with."""
-
-
-def _of_transformers(step: Callable[..., dict[str, Tensor]], *arguments: Any) -> dict[str, Tensor]:
-    """The loss and gradients of Transformers' own model."""
-    try:
-        return step(*arguments)
-    except Exception as error:
-        raise _NoReference(f"Transformers raises {type(error).__name__}: {error}") from error
-
-
-class _Run:
-    """The checks of one config."""
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        ops: Ops,
-        processes: Processes,
-        media: MediaSamples | None,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.config, self.ops, self.processes, self.media = config, ops, processes, media
-        self.device, self.dtype = device, dtype
-        self.ids = random_ids(config, LENGTH if device.type == "cpu" else _GPU_LENGTH)
-        self._one_process: dict[tuple[int, ...], dict[str, Tensor]] = {}
-
-    def outcome(self, check: str) -> CheckOutcome:
-        function = getattr(self, f"_{check}", None)
-        try:
-            return CheckOutcome(check, *(function() if function is not None else self._parallel(check)))
-        except _NoReference as error:
-            return CheckOutcome(check, "unsupported", str(error))
-        except OpslotError as error:
-            return CheckOutcome(check, "failed", str(error))
-        except Exception as error:
-            if self._transformers_error:
-                return CheckOutcome(check, "unsupported", self._transformers_error)
-            return CheckOutcome(check, "failed", f"raised {type(error).__name__}: {error}")
-
-    @cached_property
-    def _transformers_error(self) -> str:
-        """What Transformers' own model raises for the samples; "" where it runs."""
-        original = random_model(self.config)
-        try:
-            for batch in self._batches().values():
-                _of_transformers(self._step, trained_part(original), batch)
-        except _NoReference as error:
-            return str(error)
-        return ""
-
-    def _eager(self) -> tuple[str, str]:
-        original = random_model(self.config)
-        model = copy.deepcopy(original)
-        apply(model, "eager")
-        _run_the_same_code(trained_part(original), trained_part(model))
-        for name, batch in self._batches().items():
-            wanted = _of_transformers(self._step, trained_part(original), batch)
-            differ = _differences(self._step(trained_part(model), batch), wanted)
-            if differ:
-                more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-                return "failed", f"{self._of(name)}differs from Transformers in {', '.join(differ[:3])}{more}"
-        return "passed", "loss and gradients equal Transformers' bit for bit"
-
-    def _auto(self) -> tuple[str, str]:
-        model = self._random_model()
-        more = _kernels_of_larger_sizes(apply(model, self.ops))
-        if more:
-            config = OpsImplementationConfig.make(self.ops)
-            bind(model, {**config.to_dict(), "overrides": {**config.overrides, **more}})
-        detail = "loss and gradients equal the fp64 reference"
-        for name, given in self._batches().items():
-            batch = self._on_device(given)
-            if (worst := self._differs_in_its_dtype(model, batch)) is not None:
-                if worst:
-                    return "failed", f"{self._of(name)}{worst}"
-                detail = "equals Transformers' code, which does not take float64"
-                continue
-            found = bisect(model, batch)
-            if not found.ok:
-                return "failed", f"{self._of(name)}{found}"
-        return "passed", detail
-
-    def _of(self, sample: str) -> str:
-        return "" if self.media is None else f"{sample}: "
-
-    def _batches(self) -> Mapping[str, dict[str, Any]]:
-        """Arguments of a forward, by name."""
-        return {"text": {"input_ids": self.ids, "labels": self.ids}} if self.media is None else self.media.batches
-
-    def _random_model(self) -> Any:
-        """Transformers' own model on the device and in the dtype of the checks."""
-        given = {} if self.device.type == "cpu" else {"noise": _GPU_NOISE}
-        return random_model(self.config, self.dtype, **given).to(self.device)
-
-    def _on_device(self, batch: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """The batch on the device, with floating-point inputs in `dtype`, by default that of the checks."""
-        dtype = self.dtype if dtype is None else dtype
-        return {
-            name: x.to(self.device, dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
-            for name, x in batch.items()
-        }
-
-    def _differs_in_its_dtype(self, model: Any, batch: dict[str, Any]) -> str | None:
-        """The largest difference from Transformers' code where that does not run in float64; None where it does."""
-        original = self._random_model()
-        # Without kernels of other packages that Transformers selects.
-        apply(original, "eager")
-        try:
-            with Float64Mode():
-                self._step(trained_part(in_fp64(original)), double(batch))
-        except RuntimeError as error:
-            if not any(words in str(error) for words in ("dtype", "scalar type", "without overflow")):
-                return None
-            if self.dtype == torch.float32:
-                return worst_difference(self._step(model, batch), self._step(original, batch))
-            found, eager = self._step(model, batch), self._step(original, batch)
-            return _further(found, eager, self._step(original.float(), self._on_device(batch, torch.float32)))
-        return None
-
-    def _packed(self) -> tuple[str, str]:
-        model = self._model()
-        if reason := keeps_sequences(decoder_of(model) or model):
-            return "unsupported", reason
-        if self.media is None:
-            given = [packed_batches(self.ids, rows) for rows in (1, BATCH)]
-        else:
-            part = trained_part(random_model(self.config))
-            positions = RopePositions(part.config, type(part).__name__)
-            given = [packed_samples(positions, self.media)]
-        worst = next(filter(None, (self._packing_differs(model, packed, alone) for packed, alone in given)), "")
-        return ("failed", worst) if worst else ("passed", "equals the documents alone")
-
-    def _packing_differs(self, model: Any, packed: list[dict[str, Any]], alone: list[dict[str, Any]]) -> str:
-        """What differs between packed documents and the documents alone; "" if nothing does."""
-        together = [self._on_device(batch) for batch in packed]
-        if self.dtype == torch.float32:
-            return worst_difference(train_step(model, together), train_step(model, [self._on_device(b) for b in alone]))
-        exact, eager = self._model("eager").float(), self._model("eager")
-        apply(exact, "eager")
-        # All with the experts of the run in float32, as in `bisect`.
-        with Selections() as selections:
-            wanted = train_step(exact, [self._on_device(batch, torch.float32) for batch in alone])
-        of_documents, of_rows = _joined(selections.made, [batch["input_ids"].shape[1] for batch in alone])
-        with Selections(of_documents):
-            expected = train_step(eager, [self._on_device(batch) for batch in alone])
-        with Selections(of_rows):
-            found = train_step(model, together)
-        return _further(found, expected, wanted)
-
-    def _frozen(self) -> tuple[str, str]:
-        model, original = self._model(), random_model(self.config).eval()
-        # Transformers' other implementations ignore that some encoders are bidirectional (Phi-4 multimodal).
-        _run_the_same_code(trained_part(original), trained_part(self._model("eager")))
-        # Without the language model, samples of text train nothing.
-        batches = [batch for name, batch in self._batches().items() if self.media is None or name != "text"]
-        parts = _frozen_parts(model, has_media=self.media is not None)
-        for part, names in parts.items():
-            for own in (model, original):
-                for name, parameter in own.named_parameters():
-                    parameter.requires_grad_(name not in names)
-            wanted = _of_transformers(train_step, trained_part(original), batches)
-            found = train_step(trained_part(model), batches)
-            if worst := worst_difference(found, wanted):
-                return "failed", f"{part} frozen: {worst}"
-            trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-            if trained & names:
-                return "failed", f"{part} frozen: {min(trained & names)} has a gradient"
-        return "passed", f"frozen in turn: {', '.join(parts)}"
-
-    def _parallel(self, check: str) -> tuple[str, str]:
-        batches = [[whole_batch(self.ids)]] if self.media is None else parallel_samples(self.media, check)
-        wanted = self._wanted([batch for own in batches for batch in own])
-        found = two_process_step(check, self.config, self.ops, self.processes, batches)
-        if found.unsupported:
-            return "unsupported", found.unsupported
-        if found.values is None:
-            return "failed", found.error
-        values = {name: torch.as_tensor(value) for name, value in found.values.items()}
-        worst = worst_difference(values, wanted)
-        return ("failed", worst) if worst else ("passed", "two processes equal one")
-
-    def _wanted(self, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Loss and gradients of one process."""
-        key = tuple(batch["input_ids"].shape[1] for batch in batches)
-        if key not in self._one_process:
-            self._one_process[key] = train_step(self._model(), batches)
-        return self._one_process[key]
-
-    def _checkpoint(self) -> tuple[str, str]:
-        original = random_model(self.config)
-        wanted = original.state_dict()
-        with tempfile.TemporaryDirectory() as folder:
-            for name, there in self._round_trips(original, Path(folder)):
-                if differ := _differences(there.state_dict(), wanted):
-                    return "failed", f"{name}: {', '.join(differ[:3])} differ"
-        return "passed", "Transformers reads what opslot saves, and the reverse"
-
-    def _round_trips(self, original: Any, folder: Path) -> Iterator[tuple[str, Any]]:
-        save_weights(self._model(), folder / "opslot")
-        declared = declared_sub_model(original.config.model_type, type(original).__name__)
-        for name in declared.files if declared is not None else ():
-            # Transformers requires the files of the parts that are not built.
-            torch.save({}, folder / "opslot" / name)
-        yield "saved by opslot", type(original).from_pretrained(folder / "opslot", dtype=torch.float32)
-        original.save_pretrained(folder / "transformers")
-        built = build_foundation_model(
-            self.config,
-            folder / "transformers",
-            "float32",
-            ops_implementation="eager",
-            architecture=type(original).__name__,
-        )
-        yield "saved by Transformers", built
-
-    def _model(self, ops: Ops | None = None) -> Any:
-        """The model bound to the kernels of `ops`, in evaluation mode: router jitter would make each run another."""
-        model = self._random_model().eval()
-        apply(model, self.ops if ops is None else ops)
-        return model
-
-    def _step(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
-            return loss_and_gradients(model, batch)
-
-
-def _joined(selected: list[Tensor], lengths: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """What documents of `lengths` selected for their tokens, one after the other, and the same for all of them in one
-    row; nothing where other things were selected.
-    """
-    layers = len(selected) // len(lengths)
-    if [len(x) for x in selected] != [length for length in lengths for _ in range(layers)]:
-        return [], []
-    return selected, [torch.cat(selected[layer::layers]) for layer in range(layers)]
-
-
-def _further(found: Mapping[str, Tensor], eager: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> str:
-    """How much further from `exact` the loss and all gradients together are than `EAGER_FACTOR` times those of
-    Transformers' code; "" if they are not.
-    """
-    gradients = [name for name in exact if name != "loss"]
-    eps = torch.finfo(eager[gradients[0]].dtype).eps
-    for what, names in (("the loss", ["loss"]), ("the gradients", gradients)):
-        size = _norm(exact[name] for name in names)
-        errors = [_norm(x[name].double() - exact[name].double() for name in names) for x in (found, eager)]
-        # `<=` is not true of nan.
-        if not errors[0] <= EAGER_FACTOR * errors[1] + eps * size:
-            return f"error of {what} {errors[0]:.1e} of {size:.1e}, that of Transformers' code {errors[1]:.1e}"
-    return ""
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return sum(float(x.double().square().sum()) for x in tensors) ** 0.5
-
-
-def _kernels_of_larger_sizes(report: BindingReport) -> dict[str, dict[str, str]]:
-    """By module, kernels that `auto` does not select only because they are not faster at the sizes of a tiny model."""
-    usable: dict[tuple[str, str], list[list[str]]] = {}
-    for row in report:
-        names = [name for name, reason in row.rejected if reason.startswith("usable, but not measured faster")]
-        # First those that `auto` selects elsewhere.
-        unmeasured = {spec.name for spec in KERNEL_REGISTRY.specs(row.op, row.variant) if spec.priority is None}
-        names.sort(key=unmeasured.__contains__)
-        field = KERNEL_REGISTRY.op(row.op).field_of(row.variant)
-        for path in row.modules or ("",):
-            usable.setdefault((path, field), []).append(names if row.chosen == "eager" else [])
-    found: dict[str, dict[str, str]] = {}
-    for (path, field), of_variants in usable.items():
-        # A module may call several variants of an op.
-        kernel = next((name for name in of_variants[0] if all(name in names for names in of_variants)), None)
-        if kernel is not None:
-            found.setdefault(path, {})[field] = kernel
-    return found
-
-
-def _frozen_parts(model: Any, has_media: bool) -> dict[str, set[str]]:
-    """Names of the parameters of each part: encoders, merger and language model, or the embeddings and the others."""
-    if has_media:
-        return {name: {*parameters} for name, parameters in parts_of(model).items() if parameters}
-    embeddings = {id(e.weight) for e in (model.get_input_embeddings(), model.get_output_embeddings()) if e is not None}
-    own = {name for name, parameter in model.named_parameters() if id(parameter) in embeddings}
-    every = {name for name, _ in model.named_parameters()}
-    return {"embeddings": own, "all but embeddings": every - own}
-
-
-def _run_the_same_code(original: Any, model: Any) -> None:
-    """Give the original model, and each model in it, the implementations that `model` runs, bound to eager."""
-    for theirs, ours in zip(original.modules(), model.modules(), strict=True):
-        # Encoders and decoders of one model may have copies of its config (T5).
-        if hasattr(theirs.__dict__.get("config"), "sub_configs"):
-            for pair in _configs(theirs.config, ours.config):
-                _copy_implementations(*pair)
-
-
-def _copy_implementations(original: Any, config: Any) -> None:
-    for attribute in ("_attn_implementation", "_experts_implementation"):
-        wanted = getattr(config, attribute, None)
-        if wanted is not None and not is_own_attention(wanted):
-            # The property would set it on the configs in it too.
-            setattr(original, f"{attribute}_internal", wanted)
-
-
-def _configs(original: Any, config: Any) -> Iterator[tuple[Any, Any]]:
-    """Two configs, and those in them, which may be the same."""
-    yield original, config
-    for name in config.sub_configs:
-        theirs, ours = (getattr(c, name, None) for c in (original, config))
-        if theirs is not None and ours is not None:
-            yield from _configs(theirs, ours)
-
-
-def _differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, ...]:
-    names = [*wanted, *(name for name in found if name not in wanted)]
-    return tuple(n for n in names if n not in found or n not in wanted or not _same(found[n], wanted[n]))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))

@@ -1,0 +1,89 @@
+"""Checks of the settings of LoRA; imports nothing heavy unless they need it."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from opslot._base.device import has_package
+from opslot._base.launcher import launched_world_size
+from opslot.checkpoint.adapters import FROM_WEIGHTS
+from opslot.trainer.config import LoraConfig, RunConfig
+from opslot.trainer.parallel_settings import is_sharded
+
+# A larger one is a mistake.
+_LARGEST_RANK = 2**16
+
+
+def check_lora(config: RunConfig, problems: list[str]) -> None:
+    """Settings of adapters that cannot work."""
+    lora = config.lora
+    if lora.r is None:
+        changed = [name for name, value in vars(lora).items() if value != getattr(LoraConfig, name)]
+        problems += [
+            f"lora.{name} needs lora.r, the rank of the adapters; set it, or remove lora.{name}" for name in changed
+        ]
+        return
+    if lora.r < 1:
+        problems.append(f"lora.r={lora.r} must be at least 1")
+    ranks = {"lora.r": lora.r} | {f"lora.rank_pattern.{name}": rank for name, rank in (lora.rank_pattern or {}).items()}
+    problems += [
+        f"{name}={rank} must be at most {_LARGEST_RANK}" for name, rank in ranks.items() if rank > _LARGEST_RANK
+    ]
+    if lora.alpha is not None and not 0 < lora.alpha < math.inf:
+        problems.append(f"lora.alpha={lora.alpha} must be above 0 and finite")
+    if not 0 <= lora.dropout < 1:
+        problems.append(f"lora.dropout={lora.dropout} must be in [0, 1)")
+    problems += [
+        f"lora.rank_pattern: {name} has rank {rank}, which must be at least 1"
+        for name, rank in (lora.rank_pattern or {}).items()
+        if rank < 1
+    ]
+    for field, names in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        problems += [
+            f"lora.{field}: {name} is not a valid regular expression; escape special characters"
+            for name in names or ()
+            if not _is_regex(name)
+        ]
+    problems += _unsupported_adapters(lora, launched_world_size() > 1 or is_sharded(config.train))
+    if lora.experts and lora.dropout:
+        problems.append("lora.experts adds to the weights, which have no dropout; set lora.dropout: 0")
+    if not lora.target_modules:
+        problems.append("lora.target_modules is empty; name modules such as q_proj, or set it to all-linear")
+    if not config.model.model_path:
+        problems.append("lora needs model.model_path, the checkpoint whose weights the adapters are added to; set it")
+    if lora.quantization is not None:
+        from opslot.models._adapters.quantized_linear import nf4_problem
+
+        problem = nf4_problem(config.train.fsdp.cpu_offload)
+        if problem:
+            problems.append(f"lora.quantization: {problem}")
+        if lora.merge:
+            problems.append("lora.merge needs unquantized weights; remove it, and run opslot merge after the training")
+    if not has_package("peft"):
+        problems.append("lora needs the peft package; pip install peft")
+
+
+def _unsupported_adapters(lora: LoraConfig, sharded: bool) -> list[str]:
+    kinds = {"lora.experts": lora.experts, "lora.quantization": lora.quantization is not None}
+    found = [
+        f"lora.use_dora cannot be combined with {name}; remove one of them"
+        for name, given in kinds.items()
+        if lora.use_dora and given
+    ]
+    if lora.init in FROM_WEIGHTS:
+        kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp": sharded}
+        found += [
+            f"lora.init={lora.init} changes the base weights, which cannot be combined with {name}; use kaiming"
+            for name, given in kinds.items()
+            if given
+        ]
+    return found
+
+
+def _is_regex(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
