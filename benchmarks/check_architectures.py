@@ -5,7 +5,7 @@
 
 Without names it checks every architecture that patchgen.lock lists for the installed Transformers (minutes); with names
 it replaces the outcome of these. `python benchmarks/generate_docs.py` then writes the table. On another device or in
-another dtype it only prints what failed: the checks "auto" and "packed".
+another dtype the checks are "auto" and "packed", and their outcome is a file of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -28,6 +29,8 @@ from opslot.verify import CHECKS, ArchitectureCheck, check_architecture
 from opslot.verify.isolated import Processes
 
 OUTCOMES = Path(__file__).resolve().parent / "architectures.json"
+# The outcome on another device or in another dtype.
+ELSEWHERE = "architectures_{device}_{dtype}.json"
 
 
 def checks_of(found: ArchitectureCheck) -> dict[str, list[str]]:
@@ -62,20 +65,31 @@ def check(arch: str, device: str, dtype: str) -> tuple[str, ArchitectureCheck]:
     return arch, check_architecture(arch, device=device, dtype=dtype)
 
 
-def check_elsewhere(names: list[str], device: str, dtype: str, workers: int) -> int:
-    """Print the checks of architectures on a device and in a dtype; each of `workers` processes has its own model."""
+def check_elsewhere(names: list[str], device: str, dtype: str, workers: int) -> tuple[int, dict[str, Any]]:
+    """Check architectures on a device and in a dtype, each of `workers` processes its own; failures and outcomes."""
     whole = [name for arch in names for name in (language_model(arch), with_images(arch)) if name is not None]
-    failed = 0
+    failed, outcomes = 0, {}
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for future in as_completed([pool.submit(check, arch, device, dtype) for arch in dict.fromkeys(whole)]):
             arch, found = future.result()
             failed += not found.ok and not lacks_package(found)
+            outcomes[arch] = {"error": found.error, "checks": checks_of(found), "samples": list(found.samples)}
             shown = " ".join(f"{o.name}={o.result}" for o in found.outcomes)
             print(f"{arch:20} {shown or 'not checked'} {', '.join(found.samples)}", flush=True)
             for problem in found.problems:
                 print(f"    {' '.join(problem.split())[:600]}", flush=True)
     print(f"transformers {transformers.__version__}, {dtype} on {device}: {failed} failed")
-    return 1 if failed else 0
+    return failed, outcomes
+
+
+def versions() -> dict[str, str]:
+    return {"transformers": transformers.__version__, "torch": torch.__version__}
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    data["architectures"] = dict(sorted(data["architectures"].items()))
+    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    print(f"wrote {path}")
 
 
 def main() -> int:
@@ -88,7 +102,14 @@ def main() -> int:
     args = parser.parse_args()
     names = args.architectures
     if (args.device, args.dtype) != ("cpu", "float32"):
-        return check_elsewhere(names or locked_architectures(), args.device, args.dtype, args.workers)
+        failed, outcomes = check_elsewhere(names or locked_architectures(), args.device, args.dtype, args.workers)
+        if not args.print_only:
+            path = OUTCOMES.with_name(ELSEWHERE.format(device=args.device, dtype=args.dtype))
+            data = json.loads(path.read_text()) if names and path.exists() else {"architectures": {}}
+            data["architectures"] |= outcomes
+            name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+            write(path, data | versions() | {"device": name, "dtype": args.dtype})
+        return 1 if failed else 0
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -120,10 +141,7 @@ def main() -> int:
     print(f"transformers {transformers.__version__}: {failed} failed")
     if args.print_only:
         return 1 if failed else 0
-    data |= {"transformers": transformers.__version__, "torch": torch.__version__, "checks": list(CHECKS)}
-    data["architectures"] = dict(sorted(data["architectures"].items()))
-    OUTCOMES.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
-    print(f"wrote {OUTCOMES}")
+    write(OUTCOMES, data | versions() | {"checks": list(CHECKS)})
     return 1 if failed else 0
 
 

@@ -1,0 +1,120 @@
+"""Transformers code that hyper_connection replaces. Does not import torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+
+OP = "hyper_connection"
+_REASON = "combines streams in another way than the reviewed forms"
+# The norm of all streams: x times the inverse root mean square, or that factor alone.
+_NORMED, _FACTOR = "facf4063acb8", "fc5bf0e9ce07"
+_PARAMETERS = "{0}, self.fn, self.base, self.scale, self.input_norm.eps, self.hc_eps"
+_HEAD_PARAMETERS = "{0}, self.hc_fn, self.hc_base, self.hc_scale, self.input_norm.eps, self.eps"
+_SINKHORN = "pre, post and a matrix made doubly stochastic, and the collapsed streams"
+_INDEPENDENT = "pre and post, and the collapsed streams"
+_ROWS = (
+    Reviewed(
+        "9c95a6496baa",
+        "sinkhorn",
+        _SINKHORN,
+        "deepseek_v4, glm5_next before 5.20",
+        _NORMED,
+        f"{_PARAMETERS}, self.hc_sinkhorn_iters",
+    ),
+    Reviewed(
+        "c897b0d379e6",
+        "sinkhorn",
+        _SINKHORN,
+        "deepseek_v4, glm5_next",
+        _NORMED,
+        f"{_PARAMETERS}, self.hc_sinkhorn_iters",
+    ),
+    Reviewed(
+        "659c45990f4f",
+        "independent",
+        _INDEPENDENT,
+        "hy_v4 before 5.20",
+        _FACTOR,
+        f"{_PARAMETERS}, self.hc_post_magnitude",
+    ),
+    Reviewed(
+        "4707658464f1",
+        "independent",
+        _INDEPENDENT,
+        "hy_v4, hy_v4_vl",
+        _FACTOR,
+        f"{_PARAMETERS}, self.hc_post_magnitude",
+    ),
+    Reviewed("bb82cfcd4254", "head", "streams times pre, summed", "deepseek_v4", _NORMED, _HEAD_PARAMETERS),
+    Reviewed("f598a2bcead9", "head", "streams times pre, summed", "hy_v4 before 5.20", _FACTOR, _HEAD_PARAMETERS),
+    Reviewed("5be20d3574de", "head", "streams times pre, summed", "hy_v4, hy_v4_vl", _FACTOR, _HEAD_PARAMETERS),
+)
+# Expressions of layers, by variant, and the arguments of the slot.
+_EXPRESSIONS = {
+    "mix": (
+        (
+            "$post.to(dtype).unsqueeze(-1) * $output.unsqueeze(-2)"
+            " + torch.matmul($comb.to(dtype).transpose(-1, -2), $streams)"
+        ),
+        "$post, $comb, $output, $streams",
+    ),
+    "add": (
+        "($post.float().unsqueeze(-1) * $output.float().unsqueeze(-2) + $streams.float()).to(dtype)",
+        "$post, $output, $streams",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Collapses:
+    """Classes whose `forward` collapses streams that `self.input_norm` normalizes."""
+
+    rows: tuple[Reviewed, ...]
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        for name, forward in module.methods():
+            text = module.text(forward)
+            if "self.input_norm(" not in text or "sigmoid" not in text:
+                continue
+            norm = re.search(r"self\.input_norm = (\w+)\(", module.text(f"{name}.__init__"))
+            key = module.fingerprint(forward), module.fingerprint(f"{norm[1]}.forward") if norm else None
+            row = next((row for row in self.rows if (row.hash, row.helper) == key), None)
+            if row is None:
+                yield Skip(name, OP, _REASON)
+                continue
+            args = row.args.format(*module.parameters(forward))
+            yield Match(name, OP, row.variant, partial(_write_method, forward, row, args))
+
+
+def _write_method(method: str, row: Reviewed, args: str, patch: PatchConfig) -> None:
+    patch.slot_method(method, Slot(OP, row.variant), args=args, expects=row.hash)
+
+
+@dataclass(frozen=True)
+class NextStreams:
+    """Expressions of a layer that make the next streams from its output, those of one variant."""
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        for name, forward in module.methods():
+            text = module.text(forward)
+            if "_hc(" not in text or "dtype = hidden_states.dtype" not in text:
+                continue
+            for variant, (pattern, args) in _EXPRESSIONS.items():
+                if count := module.count(forward, pattern):
+                    yield Match(name, OP, variant, partial(_write_expression, forward, variant, pattern, args, count))
+                    break
+            else:
+                yield Skip(name, OP, _REASON)
+
+
+def _write_expression(method: str, variant: str, pattern: str, args: str, count: int, patch: PatchConfig) -> None:
+    patch.slot_expr(method, Slot(OP, variant), pattern, args=args, count=count)
+
+
+FORMS = (Collapses(_ROWS), NextStreams())
