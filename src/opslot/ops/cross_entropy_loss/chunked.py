@@ -24,6 +24,8 @@ _MAX_16_BIT_SUMS = 8
 # Below this fraction of labels that are not ignored, the ignored rows are skipped (on CPU, where counting them needs no
 # synchronization).
 _WORTH_COMPACTING = 0.9
+# cuBLAS has fast kernels in 16 bits for sizes that are multiples of this; those for others have a sixth of the speed.
+_ALIGNED_SIZE = 8
 
 
 class Head(NamedTuple):
@@ -68,12 +70,36 @@ class Shaping:
 def _torch_linear_into(
     out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, add: bool = False
 ) -> None:
+    few, many = _vocabulary_parts(weight)
+    if few is not None:
+        _few_columns(out[:, few], hidden, weight[few].t(), None if bias is None else bias[few], add)
+    out, transposed = out[:, many], weight[many].t()
     if add:
-        out.addmm_(hidden, weight.t())
+        out.addmm_(hidden, transposed)
     elif bias is None:
-        torch.mm(hidden, weight.t(), out=out)
+        torch.mm(hidden, transposed, out=out)
     else:
-        torch.addmm(bias, hidden, weight.t(), out=out)
+        torch.addmm(bias[many], hidden, transposed, out=out)
+
+
+def _few_columns(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, add: bool) -> None:
+    """out (+)= a @ b + bias in float32: cuBLAS would sum parts of such matmuls in float16."""
+    product = out.new_empty(out.shape, dtype=torch.float32)
+    _matmul(a, b, product, add=False)
+    if bias is not None:
+        product += bias
+    if add:
+        product += out
+    out.copy_(product)
+
+
+def _vocabulary_parts(weight: Tensor) -> tuple[slice | None, slice]:
+    """The few entries at the end of the vocabulary that make cuBLAS slow, or None, and the others."""
+    size = weight.shape[0]
+    aligned = size - size % _ALIGNED_SIZE
+    if not weight.is_cuda or weight.element_size() != 2 or aligned in (0, size):
+        return None, slice(0, size)
+    return slice(aligned, size), slice(0, aligned)
 
 
 @dataclass(frozen=True)
@@ -257,15 +283,15 @@ class _GradientSums:
         hidden, weight, _, low_hidden, low_weight = self.head
         want_hidden, want_weight, want_bias, want_low_hidden, want_low_weight = self.wanted
         if want_hidden:
-            _matmul(grad_logits, weight, self.grad_hidden[rows], add=False)
+            _by_input(grad_logits, weight, self.grad_hidden[rows])
         if want_weight:
-            _matmul(grad_logits.t(), hidden[rows], self.grad_weight, add=rows.start > 0)
+            _by_weight(grad_logits, hidden[rows], self.grad_weight, add=rows.start > 0)
         if want_bias:
             self.grad_bias += grad_logits.sum(0, dtype=self.grad_bias.dtype)
         if want_low_hidden and low_weight is not None:
-            _matmul(grad_logits, low_weight, self.grad_low_hidden[rows], add=False)
+            _by_input(grad_logits, low_weight, self.grad_low_hidden[rows])
         if want_low_weight and low_hidden is not None:
-            _matmul(grad_logits.t(), low_hidden[rows], self.grad_low_weight, add=rows.start > 0)
+            _by_weight(grad_logits, low_hidden[rows], self.grad_low_weight, add=rows.start > 0)
 
     def finish(self, factor: Tensor | None, dtype: torch.dtype) -> Gradients:
         sums = self.grad_hidden, self.grad_weight, self.grad_bias, self.grad_low_hidden, self.grad_low_weight
@@ -274,6 +300,24 @@ class _GradientSums:
                 gradient.mul_(factor)
         hidden, weight, bias, low_hidden, low_weight = (gradient.to(dtype) for gradient in sums)
         return hidden, weight, bias, low_hidden, low_weight
+
+
+def _by_input(grad_logits: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out [R, H] = grad_logits [R, V] weight [V, H]."""
+    few, many = _vocabulary_parts(weight)
+    if few is not None:
+        # First the few, so that the sum is rounded once.
+        _matmul(grad_logits[:, few], weight[few], out, add=False)
+    _matmul(grad_logits[:, many], weight[many], out, add=few is not None)
+
+
+def _by_weight(grad_logits: Tensor, hidden: Tensor, out: Tensor, add: bool) -> None:
+    """out [V, H] (+)= grad_logits^T [V, R] hidden [R, H]."""
+    transposed = grad_logits.t()
+    few, many = _vocabulary_parts(transposed)
+    if few is not None:
+        _few_columns(out[few], transposed[few], hidden, None, add)
+    _matmul(transposed[many], hidden, out[many], add)
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:

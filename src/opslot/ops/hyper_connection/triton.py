@@ -24,6 +24,9 @@ _LABEL = "hyper_connection_implementation='triton'"
 _HEAD, _INDEPENDENT, _SINKHORN = 1, 2, 3
 _COEFFICIENT_ROWS = 32
 _STREAM_ROWS, _STREAM_COLUMNS = 64, 64
+# Elements of all streams of a token that one warp takes at once. With several warps, sums over streams would be sums
+# over warps.
+_TOKEN_COLUMNS, _MIXED_COLUMNS = 2048, 512
 # Programs of an SM that share the tokens of the gradient of fn.
 _PROGRAMS = 4
 
@@ -188,8 +191,8 @@ def _run_forward(
         (count, coefficients, parts, _COEFFICIENT_ROWS),
         1,
     )
-    columns = _columns(width, 1024)
-    _weighted_sum((rows, cdiv(width, columns), 1), (streams, pre, collapsed), (), (), (width, count, columns), 4)
+    columns = _columns(width, _TOKEN_COLUMNS // count)
+    _weighted_sum((rows, cdiv(width, columns), 1), (streams, pre, collapsed), (), (), (width, count, columns), 1)
 
 
 def _run_backward(
@@ -222,8 +225,8 @@ def _run_backward(
     dcollapsed, dpost, dcomb = (None if x is None else x.contiguous() for x in (dcollapsed, dpost, dcomb))
     dpre = torch.zeros_like(pre) if dcollapsed is None else torch.empty_like(pre)
     if dcollapsed is not None:
-        columns = _columns(width, 1024)
-        _pre_gradient((rows, 1, 1), (streams, dcollapsed, dpre), (), (), (width, count, columns), 4)
+        columns = _columns(width, _TOKEN_COLUMNS // count)
+        _pre_gradient((rows, 1, 1), (streams, dcollapsed, dpre), (), (), (width, count, columns), 1)
     dlogits, dscaled, draw = raw.new_empty(3, rows, coefficients)
     dx_factor = torch.empty_like(rstd)
     divisors = raw.new_empty(2 * iterations, rows, count) if dcomb is not None else raw
@@ -290,7 +293,7 @@ def _run_mix(out: Tensor, post: Tensor, comb: Tensor | None, output: Tensor, str
     rows, (count, width) = streams.shape[:-2].numel(), streams.shape[-2:]
     if not rows:
         return
-    columns = _columns(width, 512)
+    columns = _columns(width, _MIXED_COLUMNS // count)
     output, stride = aligned_rows(output)
     _mix_forward(
         (rows, cdiv(width, columns), 1),
@@ -298,7 +301,7 @@ def _run_mix(out: Tensor, post: Tensor, comb: Tensor | None, output: Tensor, str
         (stride,),
         (),
         (width, count, comb is not None, columns),
-        4,
+        1,
     )
 
 
@@ -316,7 +319,7 @@ def _run_mix_backward(
     rows, (count, width) = streams.shape[:-2].numel(), streams.shape[-2:]
     if not rows:
         return
-    columns = _columns(width, 256 if count < 8 else 64)
+    columns = _columns(width, _MIXED_COLUMNS // count)
     output, stride = aligned_rows(output)
     _mix_backward(
         (rows, 1, 1),
@@ -324,7 +327,7 @@ def _run_mix_backward(
         (stride,),
         (),
         (width, count, comb is not None, columns),
-        4,
+        1,
     )
 
 

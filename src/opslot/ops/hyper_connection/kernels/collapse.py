@@ -10,7 +10,7 @@ import triton.language as tl
 from opslot.ops._common.kernels.tiles import dot_fp32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def project_kernel(
     x_ptr,
     fn_ptr,
@@ -77,6 +77,14 @@ def _normalize(x, eps, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _undo_normalize(gradient, x, divisors, AXIS: tl.constexpr):
+    """The gradient of what `_normalize` made x of, and that itself."""
+    divisors = tl.broadcast_to(tl.expand_dims(divisors, AXIS), x.shape)
+    sums = tl.broadcast_to(tl.expand_dims(tl.sum(gradient * x, AXIS), AXIS), x.shape)
+    return (gradient - sums) / divisors, x * divisors
+
+
+@triton.jit(do_not_specialize=["rows", "iterations"])
 def coefficients_kernel(
     raw_ptr,
     rstd_ptr,
@@ -154,7 +162,7 @@ def _store_logit_gradients(
     return dmixes * mixes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "iterations"])
 def coefficients_gradient_kernel(
     raw_ptr,
     rstd_ptr,
@@ -234,14 +242,12 @@ def coefficients_gradient_kernel(
             gradient = tl.load(dcomb_ptr + row[:, None, None] * (N * N) + square, mask=mask3, other=0.0)
             for i in range(1, iterations):
                 step = iterations - i
-                divisors = tl.load(divisors_ptr + 2 * step * plane + vectors, mask=mask, other=1.0)[:, None, :]
-                gradient = (gradient - tl.sum(gradient * comb, 1)[:, None, :]) / divisors
-                comb *= divisors
-                divisors = tl.load(divisors_ptr + (2 * step - 1) * plane + vectors, mask=mask, other=1.0)[:, :, None]
-                gradient = (gradient - tl.sum(gradient * comb, 2)[:, :, None]) / divisors
-                comb *= divisors
-            divisors = tl.load(divisors_ptr + vectors, mask=mask, other=1.0)[:, None, :]
-            gradient = (gradient - tl.sum(gradient * comb, 1)[:, None, :]) / divisors
+                of_columns = tl.load(divisors_ptr + 2 * step * plane + vectors, mask=mask, other=1.0)
+                gradient, comb = _undo_normalize(gradient, comb, of_columns, 1)
+                of_rows = tl.load(divisors_ptr + (2 * step - 1) * plane + vectors, mask=mask, other=1.0)
+                gradient, comb = _undo_normalize(gradient, comb, of_rows, 2)
+            of_columns = tl.load(divisors_ptr + vectors, mask=mask, other=1.0)
+            gradient, comb = _undo_normalize(gradient, comb, of_columns, 1)
             dlogits = probabilities * (gradient - tl.sum(gradient * probabilities, 2)[:, :, None])
         products = _store_logit_gradients(
             dlogits,
@@ -261,7 +267,7 @@ def coefficients_gradient_kernel(
     tl.store(dx_factor_ptr + row, -norm * rstd * rstd / WIDTH, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def streams_gradient_kernel(
     x_ptr,
     fn_ptr,

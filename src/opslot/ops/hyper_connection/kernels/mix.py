@@ -66,7 +66,8 @@ def mix_gradient_kernel(
     n = tl.arange(0, N)
     post, comb = _coefficients(post_ptr, comb_ptr, row, N, MIXED)
     dpost = tl.zeros((N, COLUMNS), tl.float32)
-    dcomb = tl.zeros((N, N), tl.float32)
+    # Summed over columns once, at the end.
+    dcomb = tl.zeros((N, N, COLUMNS), tl.float32)
     for start in range(0, D, COLUMNS):
         d = start + tl.arange(0, COLUMNS)
         mask = (d < D)[None, :]
@@ -77,8 +78,8 @@ def mix_gradient_kernel(
         tl.store(doutput_ptr + row * D + d, tl.sum(dnext * post[:, None], 0), mask=d < D)
         if MIXED:
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            dcomb += tl.sum(x[:, None, :] * dnext[None, :, :], 2)
+            dcomb += x[:, None, :] * dnext[None, :, :]
             tl.store(dx_ptr + offsets, tl.sum(comb[:, :, None] * dnext[None, :, :], 1), mask=mask)
     tl.store(dpost_ptr + row * N + n, tl.sum(dpost, 1))
     if MIXED:
-        tl.store(dcomb_ptr + row * (N * N) + n[:, None] * N + n[None, :], dcomb)
+        tl.store(dcomb_ptr + row * (N * N) + n[:, None] * N + n[None, :], tl.sum(dcomb, 2))
