@@ -62,7 +62,11 @@ def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Te
 
 
 # Activations of the gate of `gated_groups`.
-GATES = {"silu": nn.functional.silu, "swish": nn.functional.silu, "sigmoid": torch.sigmoid}
+GATES: dict[str, Callable[..., Tensor]] = {
+    "silu": nn.functional.silu,
+    "swish": nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+}
 
 
 def gated_groups(
@@ -107,29 +111,22 @@ def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     return _normalize(hidden_states, eps).to(hidden_states.dtype)
 
 
-def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """A decoder's residual addition and the norm after it. Returns (normalized, sum), both [..., H].
+def _with_residual(norm: Callable[..., Tensor], name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """A decoder's residual addition and the norm after it. Returns (normalized, sum), both [..., H].
 
-    The sum is rounded to the dtype that torch promotes its terms to, and `standard` is applied to the rounded sum.
-    """
-    total = residual + hidden_states
-    return standard(total, weight, eps), total
+        The sum is rounded to the dtype that torch promotes its terms to, and the norm is applied to the rounded sum.
+        """
+        total = residual + hidden_states
+        return norm(total, weight, eps), total
 
-
-def fused_add_cast_after_weight(
-    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`fused_add` with `cast_after_weight` instead of `standard`; both results have the dtype of the sum."""
-    total = residual + hidden_states
-    return cast_after_weight(total, weight, eps), total
+    fused_add.__name__ = fused_add.__qualname__ = name
+    return fused_add
 
 
-def fused_add_weight_offset(
-    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`fused_add` with `weight_offset` instead of `standard`; both results have the dtype of the sum."""
-    total = residual + hidden_states
-    return weight_offset(total, weight, eps), total
+fused_add = _with_residual(standard, "fused_add")
+fused_add_cast_after_weight = _with_residual(cast_after_weight, "fused_add_cast_after_weight")
+fused_add_weight_offset = _with_residual(weight_offset, "fused_add_weight_offset")
 
 
 def _gate_of(*activations: str) -> Callable[[Any], str | None]:
