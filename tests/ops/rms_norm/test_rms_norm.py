@@ -101,7 +101,9 @@ def test_only_required_gradients_are_computed(variant, name):
 def test_triton_backward_allocates_only_required_gradients():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((6, 16), (16,)))
-    dx, dweight, dgate = torch.ops.opslot.rms_norm_backward(x, x, weight, None, EPS, False, False, False, True, False)
+    dx, dweight, dgate = torch.ops.opslot.rms_norm_backward(
+        x, x, weight, None, EPS, False, False, 1, False, False, False, True, False
+    )
     assert (dx.numel(), dweight.shape, dgate.numel()) == (0, (16,), 0)
 
 
@@ -332,9 +334,10 @@ def test_norm_of_t5_has_the_dtype_of_transformers(dtypes):
 def test_opcheck():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((3, 8), (8,)))
-    torch.library.opcheck(torch.ops.opslot.rms_norm.default, (x, weight, None, EPS, False, False))
+    torch.library.opcheck(torch.ops.opslot.rms_norm.default, (x, weight, None, EPS, False, False, 1, False, False))
     torch.library.opcheck(
-        torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, False, True, False, True)
+        torch.ops.opslot.rms_norm_backward.default,
+        (x, x, weight, x, EPS, False, False, 2, True, True, True, False, True),
     )
     torch.library.opcheck(torch.ops.opslot.fused_add_rms_norm.default, (x, x, weight, EPS, True, True))
     backward = torch.ops.opslot.fused_add_rms_norm_backward.default

@@ -9,54 +9,36 @@ import torch
 from torch import Tensor, nn
 
 from opslot.bench.step_inputs import model_class, trained_config
+from opslot.ops.moe_experts.contract import Experts, variants
 
 
-def grouped_mm(
-    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """The experts implementation that Transformers selects by default."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+def _run_experts(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts implementation that Transformers selects by default, for Qwen3-MoE's or gpt-oss's experts."""
+    count, hidden, intermediate = experts.sizes
+    weights = {"gate_up_proj": experts.gate_up_proj, "down_proj": experts.down_proj}
+    settings: dict[str, Any] = {}
+    if experts.gate_up_bias is None or experts.down_bias is None:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    experts, hidden, intermediate = down_proj.shape
-    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts)
-    weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    return _with_grouped_mm(Qwen3MoeExperts, config, weights, hidden_states, top_k_index, top_k_weights)
+        config: Any = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=count)
+        cls: Any = Qwen3MoeExperts
+    else:
+        from transformers import GptOssConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-
-def grouped_mm_biased(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj_bias: Tensor,
-    down_proj_bias: Tensor,
-    limit: float,
-    alpha: float,
-) -> Tensor:
-    """gpt-oss's experts with the implementation that Transformers selects by default."""
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    experts, intermediate, hidden = down_proj.shape
-    config = GptOssConfig(hidden_size=hidden, intermediate_size=intermediate, num_local_experts=experts)
-    weights = {
-        "gate_up_proj": gate_up_proj,
-        "down_proj": down_proj,
-        "gate_up_proj_bias": gate_up_proj_bias,
-        "down_proj_bias": down_proj_bias,
-    }
-    inputs = hidden_states, top_k_index, top_k_weights
-    return _with_grouped_mm(GptOssExperts, config, weights, *inputs, limit=limit, alpha=alpha)
-
-
-def _with_grouped_mm(cls: Any, config: Any, weights: dict[str, Tensor], *inputs: Tensor, **settings: float) -> Tensor:
+        config = GptOssConfig(hidden_size=hidden, intermediate_size=intermediate, num_local_experts=count)
+        cls = GptOssExperts
+        weights |= {"gate_up_proj_bias": experts.gate_up_bias, "down_proj_bias": experts.down_bias}
+        settings = {"limit": experts.limit, "alpha": experts.alpha}
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         module = cls(config)
     vars(module).update(settings)
-    return torch.func.functional_call(module, weights, inputs)
+    return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
+
+
+grouped_mm, _clamped, grouped_mm_biased, *_ = variants(_run_experts)
 
 
 def chunk_gated_delta_rule(

@@ -1,6 +1,7 @@
 """attention: registration of the op and of its kernels."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
@@ -12,18 +13,13 @@ from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, Re
 Supports = Callable[[KernelRequest], str | None]
 
 
-def _head_dim_to_256(request: KernelRequest) -> str | None:
+def _head_dim_up_to(request: KernelRequest, limit: int = 256) -> str | None:
     widest = max((max(widths) for widths in options_of(request).widths), default=0)
-    return None if widest <= 256 else f"supports head_dim up to 256, this model has {widest}"
-
-
-def _head_dim_to_512(request: KernelRequest) -> str | None:
-    widest = max((max(widths) for widths in options_of(request).widths), default=0)
-    return None if widest <= 512 else f"supports head_dim up to 512, this model has {widest}"
+    return None if widest <= limit else f"supports head_dim up to {limit}, this model has {widest}"
 
 
 def _head_dims_of_triton(request: KernelRequest) -> str | None:
-    return _head_dim_to_512(request) if widest_head(request.dtype) == 512 else _head_dim_to_256(request)
+    return _head_dim_up_to(request, widest_head(request.dtype))
 
 
 def _head_dim_from_16(request: KernelRequest) -> str | None:
@@ -177,13 +173,13 @@ add_gpu_kernel(
     _OF_ALL_KEYS,
     capability=(9, 0),
     dtypes=HALF_FLOATS,
-    supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to_256, _no_softcap, _no_sinks),
+    supports=_all_of(_allowed("_supports_sdpa"), _head_dim_up_to, _no_softcap, _no_sinks),
     priority={H200: 70},
     description="cuDNN fused attention through torch SDPA",
 )
 # The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
-_flash(2, ("flash_attn_2_cuda",), (8, 0), _head_dim_to_256, _no_sinks)
-_flash(3, ("flash_attn_interface",), (9, 0), _head_dim_to_256, _no_sinks, _no_dropout)
+_flash(2, ("flash_attn_2_cuda",), (8, 0), _head_dim_up_to, _no_sinks)
+_flash(3, ("flash_attn_interface",), (9, 0), _head_dim_up_to, _no_sinks, _no_dropout)
 _flash(4, _FLASH_4, (9, 0), _head_dims_of_flash_4, _no_dropout, priority={H200: _flash_4_priority})
 add_gpu_kernel(
     OP,
@@ -219,7 +215,7 @@ add_triton_kernel(
     OP,
     ["compressed"],
     factory="compressed:attention",
-    supports=_all_of(_head_dim_to_512, _no_dropout),
+    supports=_all_of(partial(_head_dim_up_to, limit=512), _no_dropout),
     # 64 heads of 512 in bf16 on an H200, 4096 tokens, forward and backward (timed apart and added up): a window of 128
     # in 2.4 ms, with 512 of 1024 keys 7.6, with 32 keys 3.2; eager takes 54, 66 and 54.
     priority={H200: _sparse_priority},

@@ -42,6 +42,7 @@ _OWN_SLOW = "self.act(self.conv1d($x)[..., :$n])"
 _SLOW_METHOD = "slow_forward"
 _FAST_RETURN = "return self.cuda_kernels_forward(hidden_states, cache_params, attention_mask)"
 _SLOT = Slot(OP)
+_BOUND = f"self.{_SLOT.attribute}"
 # Functions of mamba_ssm that also convolve, called in training where that package is installed.
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined")
 _FUSED_IN_TRAINING = "self.training and $cache is None"
@@ -68,11 +69,13 @@ class Convolutions:
             pattern = next((pattern for pattern in _OWN if module.count(method, pattern) == 1), None)
             if pattern is not None and module.count(f"{owner}.forward", _FAST) == 1:
                 matched.add(owner)
-                yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, pattern))
+                fast = _FAST, f"{_BOUND} is None and $match"
+                yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, _OWN_METHOD, pattern, fast, 1))
         for owner, method in module.methods(_SLOW_METHOD):
             if module.count(method, _OWN_SLOW) == 2 and module.count(f"{owner}.forward", _FAST_RETURN) == 1:
                 matched.add(owner)
-                yield Match(owner, OP, _SLOT.variant, partial(_write_own_slow, owner))
+                fast = _FAST_RETURN, f"if {_BOUND} is None:\n    $match"
+                yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, _SLOW_METHOD, _OWN_SLOW, fast, 2))
         yield from skip_callers(module, OP, f"(torch_)?causal_conv1d(_fn|_update)?|{_FUNCTION}", matched=matched)
 
 
@@ -91,7 +94,7 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
         original = undecorated(module, patch, _FUNCTION)
         patch.replace(method, ast.unparse(calls[0]), _bound_or(original, ", ".join(values)), slot=_SLOT)
         if fused:
-            patch.replace(method, _FUSED_IN_TRAINING, f"$match and self.{_SLOT.attribute} is None")
+            patch.replace(method, _FUSED_IN_TRAINING, f"$match and {_BOUND} is None")
         add_imports(patch, _CALLS, "conv_by_document")
         pass_documents_to(module, patch, method.partition(".")[0])
         patch.depends_on(module.upstream.name, _FUNCTION)
@@ -106,25 +109,15 @@ def _write_optional(method: str, patch: PatchConfig) -> None:
     add_imports(patch, _CALLS, "conv_by_document")
 
 
-def _write_own(owner: str, pattern: str, patch: PatchConfig) -> None:
-    """Without boundaries of documents, which do not reach the method."""
-    bound = f"self.{_SLOT.attribute}"
-    template = f"{bound}({_OWN_VALUES}){_OWN[pattern]} if {bound} is not None else $match"
-    patch.replace(f"{owner}.{_OWN_METHOD}", pattern, template, slot=_SLOT)
-    patch.replace(f"{owner}.forward", _FAST, f"{bound} is None and $match")
-
-
-def _write_own_slow(owner: str, patch: PatchConfig) -> None:
-    """Without boundaries of documents, which do not reach the method."""
-    bound = f"self.{_SLOT.attribute}"
-    template = f"{bound}({_OWN_VALUES}) if {bound} is not None else $match"
-    patch.replace(f"{owner}.{_SLOW_METHOD}", _OWN_SLOW, template, count=2, slot=_SLOT)
-    patch.replace(f"{owner}.forward", _FAST_RETURN, f"if {bound} is None:\n    $match")
+def _write_own(owner: str, method: str, pattern: str, fast: tuple[str, str], count: int, patch: PatchConfig) -> None:
+    """Without boundaries of documents, which do not reach the method; `fast` is what leaves it out, and its form."""
+    template = f"{_BOUND}({_OWN_VALUES}){_OWN[pattern]} if {_BOUND} is not None else $match"
+    patch.replace(f"{owner}.{method}", pattern, template, count=count, slot=_SLOT)
+    patch.replace(f"{owner}.forward", *fast)
 
 
 def _bound_or(original: str, values: str) -> str:
-    bound = f"self.{_SLOT.attribute}"
-    return f"{bound}({values}) if {bound} is not None else conv_by_document({original}, {values})"
+    return f"{_BOUND}({values}) if {_BOUND} is not None else conv_by_document({original}, {values})"
 
 
 FORMS = (Convolutions(),)

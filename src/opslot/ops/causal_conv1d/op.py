@@ -7,7 +7,7 @@ document's first tokens within the document; Transformers' code does not support
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,36 +21,44 @@ from opslot.slots import Cost, OpSpec, OpVariant
 _ACTIVATIONS = {None: lambda x: x, "silu": nn.functional.silu, "swish": nn.functional.silu}
 
 
-def reference(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Convolve each channel with its own causal filter, then apply `activation` (None, "silu" or "swish").
+def kernel_of(label: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`run` of the same arguments with the op's signature, for `label` in errors; it gets documents in one row."""
 
-    Returns [B, D, S] in the input's dtype.
-    """
-    if activation not in _ACTIVATIONS:
-        reject("causal_conv1d", "activation", f"{activation!r} is neither None nor 'silu'", "use one of these")
+    def causal_conv1d(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve each channel with its own causal filter, then apply `activation` (None, "silu" or "swish").
+
+        Returns [B, D, S] in the input's dtype.
+        """
+        if activation not in _ACTIVATIONS:
+            reject(label, "activation", f"{activation!r} is neither None nor 'silu'", "use one of these")
+        if cu_seqlens is None:
+            return run(hidden_states, weight, bias, activation, None)
+        rows, channels, length = hidden_states.shape
+        check_cu_seqlens(label, "cu_seqlens", cu_seqlens, rows, length)
+        # Views of [B, S, D] memory.
+        flat = one_row(hidden_states.transpose(1, 2)).transpose(1, 2)
+        out = run(flat, weight, bias, activation, cu_seqlens)
+        return out.transpose(1, 2).reshape(rows, -1, channels).transpose(1, 2)
+
+    causal_conv1d.__module__, causal_conv1d.__qualname__ = run.__module__, "causal_conv1d"
+    return causal_conv1d
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is None:
-        out = _convolve(hidden_states, weight, bias)
+        out = _convolve(x, weight, bias)
     else:
-        check_cu_seqlens("causal_conv1d", "cu_seqlens", cu_seqlens, hidden_states.shape[0], hidden_states.shape[2])
-        out = _convolve_documents(in_one_row(hidden_states), weight, bias, cu_seqlens)
-        out = in_rows(out, hidden_states.shape[0])
-    return _ACTIVATIONS[activation](out).to(hidden_states.dtype)
+        out = _convolve_documents(x, weight, bias, cu_seqlens)
+    return _ACTIVATIONS[activation](out).to(x.dtype)
 
 
-def in_one_row(x: Tensor) -> Tensor:
-    """[B, D, S] as [1, D, B * S]; a view of [B, S, D] memory."""
-    return one_row(x.transpose(1, 2)).transpose(1, 2)
-
-
-def in_rows(x: Tensor, rows: int) -> Tensor:
-    """The inverse of `in_one_row`."""
-    return x.transpose(1, 2).reshape(rows, -1, x.shape[1]).transpose(1, 2)
+reference = kernel_of("causal_conv1d", _run)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,8 +22,7 @@ from torch import Tensor
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.arguments import are_given, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
-from opslot.ops._common.documents import check_cu_seqlens
-from opslot.ops.causal_conv1d.op import in_one_row, in_rows
+from opslot.ops.causal_conv1d.op import kernel_of
 
 _LABEL = "causal_conv1d_implementation='triton'"
 _TAPS = 4
@@ -377,30 +376,20 @@ _causal_conv1d = differentiable_op(
 )
 
 
-def standard(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """`op.reference` for float32, bfloat16 and float16, also mixed, and filters of up to four taps.
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, cu_seqlens: Tensor | None) -> Tensor:
+    """For float32, bfloat16 and float16, also mixed, and filters of up to four taps.
 
     Reads and returns [B, D, S] views of [B, S, D] memory, the layout of a projection's output; hidden states whose
     channels are not adjacent are copied into that layout first.
     """
-    if activation not in (None, "silu", "swish"):
-        reject(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
-    require_floats(_LABEL, hidden_states=hidden_states, weight=weight, bias=bias)
-    channels = hidden_states.shape[1]
+    require_floats(_LABEL, hidden_states=x, weight=weight, bias=bias)
+    channels = x.shape[1]
     if weight.dim() != 2 or weight.shape[0] != channels or not 1 <= weight.shape[1] <= _TAPS:
         wanted = f"({channels}, 1 to {_TAPS})"
         reject(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not {wanted}", "use torch_packed or eager")
     if bias is not None and bias.shape != (channels,):
         reject(_LABEL, "bias", f"its shape is {tuple(bias.shape)}, not ({channels},)", "use eager")
-    if cu_seqlens is None:
-        return _causal_conv1d(hidden_states, weight, bias, None, activation is not None)
-    batch, _, length = hidden_states.shape
-    check_cu_seqlens(_LABEL, "cu_seqlens", cu_seqlens, batch, length)
-    out = _causal_conv1d(in_one_row(hidden_states), weight, bias, cu_seqlens, activation is not None)
-    return in_rows(out, batch)
+    return _causal_conv1d(x, weight, bias, cu_seqlens, activation is not None)
+
+
+standard = kernel_of(_LABEL, _run)

@@ -42,21 +42,17 @@ _WIDE_KEYS = 132 * 1024
 _DIFFERENTIABLE = 6
 
 
-def _allocate(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+def _allocate(query: Tensor, key: Tensor, value: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    """The output, the last states, and N and W of `channels.py` for backward, empty without decays of channels."""
     *_, cu_seqlens, _, want_final = rest
+    batch, length, heads, width = value.shape
+    documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    documents = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (documents, value.shape[2], key.shape[3], value.shape[3])
-    return out, value.new_empty(shape, dtype=torch.float32) if want_final else None
-
-
-def _allocate_per_channel(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    """N and W of `channels.py` are kept for backward."""
-    cu_seqlens = rest[-3]
-    batch, length, heads, _ = value.shape
-    chunks = count_chunks(None if cu_seqlens is None else cu_seqlens.shape[0] - 1, batch, length, CHUNK)
+    shape = (batch if documents is None else documents, heads, key.shape[3], width)
+    final = value.new_empty(shape, dtype=torch.float32) if want_final else None
+    chunks = count_chunks(documents, batch, length, CHUNK) if g.dim() == 4 else 0
     inverse, within = (key.new_empty(chunks * heads, CHUNK, CHUNK) for _ in range(2))
-    return *_allocate(query, key, value, *rest), inverse, within
+    return out, final, inverse, within
 
 
 def _forward(outputs: tuple[Any, ...], *args: Any) -> None:
@@ -99,21 +95,10 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
         write_gradients(call, solve(call), *arguments)  # type: ignore[arg-type]
 
 
-_ARGUMENTS = (
-    "(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens,"
-    " bool normalize, bool want_final)"
-)
 _gated_delta_rule = differentiable_op(
-    f"chunk_gated_delta_rule{_ARGUMENTS} -> (Tensor, Tensor)",
+    "chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state,"
+    " Tensor? cu_seqlens, bool normalize, bool want_final) -> (Tensor, Tensor, Tensor inverse, Tensor within)",
     allocate=_allocate,
-    launch=_forward,
-    allocate_gradients=_allocate_gradients,
-    launch_backward=_backward,
-    differentiable=_DIFFERENTIABLE,
-)
-_per_channel = differentiable_op(
-    f"chunk_gated_delta_rule_per_channel{_ARGUMENTS} -> (Tensor, Tensor, Tensor inverse, Tensor within)",
-    allocate=_allocate_per_channel,
     launch=_forward,
     allocate_gradients=_allocate_gradients,
     launch_backward=_backward,
@@ -142,6 +127,5 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     given.check(_LABEL)
-    apply = _gated_delta_rule if g.dim() == 3 else _per_channel
-    out, final = apply(*given.in_one_row, initial_state, cu_seqlens, normalize, want_state)
+    out, final = _gated_delta_rule(*given.in_one_row, initial_state, cu_seqlens, normalize, want_state)
     return out.view(value.shape), final if want_state else None

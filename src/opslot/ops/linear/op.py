@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from opslot.ops._common.model_config import language_config
 from opslot.ops.linear.aligned import is_unaligned
 from opslot.ops.linear.cases import CASES, UNALIGNED_CASES, benchmark_case
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def standard(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -142,42 +142,30 @@ def _detach(module: nn.Module, previous: Callable[..., Any] | None) -> None:
         module.__dict__["forward"] = previous
 
 
+def _variant(name: str, cases: list[InputCase], where: str, config_field: str | None = None) -> OpVariant:
+    return OpVariant(
+        name,
+        standard,
+        cases,
+        ("input", "weight", "bias"),
+        _cost,
+        config_field=config_field,
+        static_shape=_static_shape,
+        benchmark_case=benchmark_case,
+        description=f"input weight^T + bias, {where}",
+    )
+
+
+_VARIANTS = (
+    _variant("standard", CASES, "in linear layers"),
+    _variant("unaligned", UNALIGNED_CASES, "with sizes that are no multiple of 16 bytes"),
+    _variant("head", CASES[:3], "in output heads and routers", "linear_head_implementation"),
+)
+
 OP = OpSpec(
     name="linear",
     description="linear layers, and routers where a kernel is named",
-    variants={
-        "standard": OpVariant(
-            "standard",
-            standard,
-            CASES,
-            ("input", "weight", "bias"),
-            _cost,
-            static_shape=_static_shape,
-            benchmark_case=benchmark_case,
-            description="input weight^T + bias, in linear layers",
-        ),
-        "unaligned": OpVariant(
-            "unaligned",
-            standard,
-            UNALIGNED_CASES,
-            ("input", "weight", "bias"),
-            _cost,
-            static_shape=_static_shape,
-            benchmark_case=benchmark_case,
-            description="input weight^T + bias, with sizes that are no multiple of 16 bytes",
-        ),
-        "head": OpVariant(
-            "head",
-            standard,
-            CASES[:3],
-            ("input", "weight", "bias"),
-            _cost,
-            static_shape=_static_shape,
-            benchmark_case=benchmark_case,
-            config_field="linear_head_implementation",
-            description="input weight^T + bias, in output heads and routers",
-        ),
-    },
+    variants={variant.name: variant for variant in _VARIANTS},
     applies_to=_applies_to,
     per_module=True,
     attach=_attach,

@@ -95,10 +95,7 @@ _WHOLE_METHODS = MethodForms(
             Reviewed(forward, "standard", f"{_BY_GATE}, in fp32", f"beam, {releases}", "24ab61457d1a", _WITH_ACTIVATION)
             for forward, releases in _LOOPS
         ),
-        *(
-            Reviewed(hash_, "transposed", f"{_SUM}, transposed", f"aria, {releases}", args=_WITH_ACTIVATION)
-            for hash_, releases in (("18105b082497", "from 5.18"),)
-        ),
+        Reviewed("18105b082497", "transposed", f"{_SUM}, transposed", "aria, from 5.18", args=_WITH_ACTIVATION),
         *(
             Reviewed(
                 hash_,

@@ -30,20 +30,15 @@ def _multiple_of_8(request: KernelRequest) -> str | None:
 
 # Forward + backward on an H200, bf16, kernels alone, at 16384x4096, 16384x2048 and 524288x128 (ms): triton 0.175, 0.094
 # and 0.174, quack 0.189, 0.112 and 0.190, liger_kernel 0.300, 0.204 and 0.505, eager 2.69, 1.40 and 2.97.
-# gated_groups at the sizes of Nemotron-3-Nano and Bamba-9B, 8192 tokens: triton 0.26 and 0.40, eager 2.02 and 3.90.
 # weight_offset_groups on an H100, (8192, 8192) and (16384, 8192) in groups of 2048, (131072, 256) and (32768, 256) in
 # one: triton 1.09, 0.94, 0.42 and 0.35, eager 3.93, 7.67, 2.13 and 0.70.
-# gated_sigmoid: triton 0.32, 0.17 and 0.30, eager 4.07, 2.12 and 4.36.
-_GATED = ("gated_sigmoid", "gated_groups")
+# gated_groups with another kernel, which took 5% longer than this one for `gated`, at the sizes of Nemotron-3-Nano and
+# Bamba-9B, 8192 tokens: 0.26 and 0.40, eager 2.02 and 3.90.
 _WEIGHTED = ("standard", "weight_offset", "cast_after_weight")
 KERNEL_REGISTRY.register_op(OP)
-for _file, _variants in (("triton", [*(v for v in OP.variants if v not in _GATED)]), ("gated_triton", _GATED)):
-    _factory = f"{_file}:{{variant}}"
-    add_triton_kernel(
-        OP, _variants, factory=_factory, priority={H200: 80}, description="one pass each way, deterministic"
-    )
-    # A separate name that guarantees the property; `triton` also has it.
-    add_triton_kernel(OP, _variants, name="batch_invariant", factory=_factory, description="triton, batch-invariant")
+add_triton_kernel(OP, priority={H200: 80}, description="one pass each way, deterministic")
+# A separate name that guarantees the property; `triton` also has it.
+add_triton_kernel(OP, name="batch_invariant", description="triton, batch-invariant")
 add_liger_kernel(OP, _WEIGHTED, priority={H200: 60}, description="Liger-Kernel, not in place")
 add_torch_kernel(OP, _WEIGHTED, priority={"cpu": fp32_priority(60)}, description="plain torch with a custom backward")
 for _quack, _variants in (

@@ -74,7 +74,7 @@ def cases(*roles: str) -> list[InputCase]:
     return cases
 
 
-def grouped(case: InputCase, groups: int, **options: bool) -> InputCase:
+def grouped(case: InputCase, groups: int, **options: bool | str) -> InputCase:
     """A case whose rows are `groups`."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
@@ -101,15 +101,19 @@ def offset_group_cases() -> list[InputCase]:
     ]
 
 
+# Options of Falcon-H1's and Kimi's norms.
+_FALCON: dict[str, bool | str] = {"gate_after": True, "cast_after_weight": True}
+
+
 def group_cases() -> list[InputCase]:
     """Cases of `gated_groups`."""
-    falcon = {"gate_after": True, "cast_after_weight": True}
     roles = ("weight", "gate")
+    kimi = {**_FALCON, "activation": "sigmoid"}
     return [
         grouped(_case("one group", (2, 33, 256), roles), 1),
         grouped(_case("four groups", (2, 33, 256), roles), 4),
         grouped(_case("three odd groups", (6, 42, 123), roles), 3),
-        grouped(_case("gate after", (3, 7, 128), roles), 2, **falcon),
+        grouped(_case("gate after", (3, 7, 128), roles), 2, **_FALCON),
         grouped(_case("gate before, cast last", (3, 7, 128), roles), 2, cast_after_weight=True),
         grouped(_case("gate after, fp32 weight", (3, 64), roles, weight_dtype=torch.float32), 2, gate_after=True),
         grouped(_case("one row", (1, 64), roles), 2),
@@ -118,6 +122,12 @@ def group_cases() -> list[InputCase]:
         grouped(_case("column slice", (4, 9, 96), roles, view="columns"), 3),
         grouped(_case("transposed rows", (4, 9, 96), roles, view="transposed"), 2),
         grouped(_case("large values", (64, 160), roles, scale=1e3), 2),
+        grouped(_case("sigmoid", (3, 5, 7, 128), roles), 1, **kimi),
+        grouped(_case("sigmoid, odd width", (6, 42, 123), roles), 1, **kimi),
+        grouped(_case("sigmoid, fp32 weight", (3, 11, 64), roles, weight_dtype=torch.float32), 1, **kimi),
+        grouped(_case("sigmoid, tiny values", (64, 160), roles, scale=1e-3), 1, **kimi),
+        grouped(_case("sigmoid before", (3, 7, 128), roles), 2, activation="sigmoid"),
+        grouped(_case("Kimi delta attention, 524288x128", (524288, 128), roles, role="bench", heads=32), 1, **kimi),
         grouped(_case("Nemotron-3-Nano mixer, T=8192", (8192, 4096), roles, role="bench"), 8),
         grouped(_case("Bamba-9B mixer, T=8192", (8192, 8192), roles, role="bench"), 1),
     ]
@@ -129,3 +139,8 @@ def make_benchmark_case(*roles: str) -> Callable[[Mapping[str, int], int], Input
         return _case(f"{tokens * heads}x{width}", (tokens * heads, width), roles, role="bench", heads=heads)
 
     return benchmark_case
+
+
+def make_group_benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
+    """Of one group, with the gate after it."""
+    return grouped(make_benchmark_case("weight", "gate")(shape, tokens), 1, **_FALCON)

@@ -72,10 +72,10 @@ NORMS = MethodForms(
         ),
         Reviewed(
             "b1c97535587f",
-            "gated_sigmoid",
-            "weight * (x / rms(x)) * ACT2FN[activation](gate) in fp32, cast back; the activation is sigmoid",
-            "kimi_linear, bailing_hybrid, glm5_next",
-            args=_EPSILON,
+            "gated_groups",
+            "weight * (x / rms(x)) * ACT2FN[activation](gate) in fp32, cast back",
+            "kimi_linear, bailing_hybrid, glm5_next, lara_mini",
+            args="{0}, self.weight, self.variance_epsilon, {1}, {0}.shape[-1], True, True, self.activation",
         ),
         *(
             Reviewed(

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from opslot.ops._common.fused_norms import can_serve
 from opslot.ops._common.model_config import head_sizes, text_config
-from opslot.ops.rms_norm.cases import cases, group_cases, make_benchmark_case, offset_group_cases
+from opslot.ops.rms_norm.cases import (
+    cases,
+    group_cases,
+    make_benchmark_case,
+    make_group_benchmark_case,
+    offset_group_cases,
+)
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 from opslot.slots.protocol import declared_slots
 
@@ -55,11 +61,12 @@ def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Te
     return (normalized * nn.functional.silu(gate.to(dtype))).to(hidden_states.dtype)
 
 
-def gated_sigmoid(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
-    """Kimi delta attention's output norm: weight * (x / rms(x)) * sigmoid(gate) in fp32. Returns the input's dtype."""
-    normalized = _normalize(hidden_states, eps)
-    gated = weight.to(normalized.dtype) * normalized * torch.sigmoid(gate.to(normalized.dtype))
-    return gated.to(hidden_states.dtype)
+# Activations of the gate of `gated_groups`.
+GATES: dict[str, Callable[..., Tensor]] = {
+    "silu": nn.functional.silu,
+    "swish": nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+}
 
 
 def gated_groups(
@@ -70,20 +77,24 @@ def gated_groups(
     group_size: int,
     gate_after: bool = False,
     cast_after_weight: bool = False,
+    activation: str = "silu",
 ) -> Tensor:
     """A Mamba-2 mixer's output norm: x * silu(gate) in fp32, normalized in groups of `group_size`, cast, times weight.
+
+    Kimi delta attention's is that of one group, with `gate_after`, `cast_after_weight` and sigmoid.
 
     Args:
         gate_after: multiply the result by silu(gate) instead.
         cast_after_weight: cast to the input's dtype last; else before the weight, and the result has the dtype that
             torch promotes `weight` and `hidden_states` to.
+        activation: of the gate, in `GATES`.
     """
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    x, silu = hidden_states.to(dtype), nn.functional.silu(gate.to(dtype))
-    normalized = _normalize((x if gate_after else x * silu).unflatten(-1, (-1, group_size)), eps).flatten(-2)
+    x, activated = hidden_states.to(dtype), GATES[activation](gate.to(dtype))
+    normalized = _normalize((x if gate_after else x * activated).unflatten(-1, (-1, group_size)), eps).flatten(-2)
     out = weight * (normalized if cast_after_weight else normalized.to(hidden_states.dtype))
     if gate_after:
-        out = out * silu
+        out = out * activated
     return out.to(hidden_states.dtype) if cast_after_weight or gate_after else out
 
 
@@ -100,40 +111,33 @@ def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     return _normalize(hidden_states, eps).to(hidden_states.dtype)
 
 
-def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """A decoder's residual addition and the norm after it. Returns (normalized, sum), both [..., H].
+def _with_residual(norm: Callable[..., Tensor], name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """A decoder's residual addition and the norm after it. Returns (normalized, sum), both [..., H].
 
-    The sum is rounded to the dtype that torch promotes its terms to, and `standard` is applied to the rounded sum.
-    """
-    total = residual + hidden_states
-    return standard(total, weight, eps), total
+        The sum is rounded to the dtype that torch promotes its terms to, and the norm is applied to the rounded sum.
+        """
+        total = residual + hidden_states
+        return norm(total, weight, eps), total
 
-
-def fused_add_cast_after_weight(
-    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`fused_add` with `cast_after_weight` instead of `standard`; both results have the dtype of the sum."""
-    total = residual + hidden_states
-    return cast_after_weight(total, weight, eps), total
+    fused_add.__name__ = fused_add.__qualname__ = name
+    return fused_add
 
 
-def fused_add_weight_offset(
-    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`fused_add` with `weight_offset` instead of `standard`; both results have the dtype of the sum."""
-    total = residual + hidden_states
-    return weight_offset(total, weight, eps), total
+fused_add = _with_residual(standard, "fused_add")
+fused_add_cast_after_weight = _with_residual(cast_after_weight, "fused_add_cast_after_weight")
+fused_add_weight_offset = _with_residual(weight_offset, "fused_add_weight_offset")
 
 
-def _silu_gate(module: Any) -> str | None:
-    """Gated norms of Transformers have an attribute for the activation; classes without it use SiLU."""
-    activation = getattr(module, "activation", "silu")
-    return None if activation in ("silu", "swish") else f"the gate's activation is {activation!r}, not silu"
+def _gate_of(*activations: str) -> Callable[[Any], str | None]:
+    """Why the gate of a module has another activation: an attribute of the class, or SiLU without it."""
 
+    def problem(module: Any) -> str | None:
+        activation = getattr(module, "activation", "silu")
+        supported = " or ".join(activations)
+        return None if activation in activations else f"the gate's activation is {activation!r}, not {supported}"
 
-def _sigmoid_gate(module: Any) -> str | None:
-    activation = getattr(module, "activation", "sigmoid")
-    return None if activation == "sigmoid" else f"the gate's activation is {activation!r}, not sigmoid"
+    return problem
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
@@ -148,6 +152,12 @@ def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     sizes = head_sizes(request)
     of_heads = sizes is not None and width == sizes["head_dim"] != text_config(request).hidden_size
     return {"width": width, "heads": sizes["heads"] if sizes and of_heads else 1}
+
+
+def _shape_of_one_group(request: KernelRequest) -> Mapping[str, int] | None:
+    """Norms of several groups are not tuned."""
+    of_groups = any(hasattr(request.module, name) for name in ("group_size", "n_groups"))
+    return None if of_groups else _static_shape(request)
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -193,13 +203,12 @@ _VARIANTS = (
         static_shape=None,
         benchmark_case=None,
     ),
-    _gated(gated, "standard, then times silu(gate)", check_module=_silu_gate),
-    _gated(gated_sigmoid, "times weight and sigmoid(gate) in fp32, then cast", check_module=_sigmoid_gate),
+    _gated(gated, "standard, then times silu(gate)", check_module=_gate_of("silu", "swish")),
     replace(
-        _gated(gated_groups, "of x * silu(gate) in groups, cast, then times weight"),
+        _gated(gated_groups, "in groups, with a gate before or after it", check_module=_gate_of(*GATES)),
         cases=group_cases(),
-        static_shape=None,
-        benchmark_case=None,
+        static_shape=_shape_of_one_group,
+        benchmark_case=make_group_benchmark_case,
     ),
     _fused_add(fused_add, "standard"),
     _fused_add(fused_add_cast_after_weight, "cast_after_weight"),

@@ -22,8 +22,23 @@ from opslot.ops._common.arguments import are_given, reject
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients, launch_op, once_differentiable
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
+from opslot.ops.rms_norm.op import GATES
 
 MAX_WIDTH = 65536
+
+
+@triton.jit
+def _load_gate(gate_ptr, mask, SIGMOID: tl.constexpr):
+    """silu(gate), or sigmoid(gate), and its derivative."""
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    decay = 1.0 + tl.exp(-gate)
+    if SIGMOID:
+        value = 1.0 / decay
+        slope = value * (1.0 - value)
+    else:
+        value = gate / decay
+        slope = (1.0 + gate - value) / decay
+    return value, slope
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -45,15 +60,19 @@ def _forward_kernel(
     HAS_GATE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GROUPS: tl.constexpr,
+    GATE_BEFORE: tl.constexpr,
+    SIGMOID: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     if GROUPS > 1:
-        # Without a gate and a residual: WIDTH of the columns.
+        # Without a residual: WIDTH of the columns.
         x_ptr += tl.program_id(1) * WIDTH
         weight_ptr += tl.program_id(1) * WIDTH
         out_ptr += tl.program_id(1) * WIDTH
+        if HAS_GATE:
+            gate_ptr += tl.program_id(1) * WIDTH
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < WIDTH)
@@ -64,6 +83,9 @@ def _forward_kernel(
         stored = (stored.to(tl.float32) + added).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * WIDTH + column, stored, mask=mask)
     x = stored.to(tl.float32)
+    if GATE_BEFORE:
+        gate, _ = _load_gate(gate_ptr + row * gate_stride + column, mask, SIGMOID)
+        x *= gate
     normalized = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -73,9 +95,9 @@ def _forward_kernel(
             # Round here as Transformers does, if the output has the same dtype.
             normalized = normalized.to(stored.dtype).to(tl.float32)
         normalized *= weight
-    if HAS_GATE:
-        gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
-        normalized *= gate / (1.0 + tl.exp(-gate))
+    if HAS_GATE and not GATE_BEFORE:
+        gate, _ = _load_gate(gate_ptr + row * gate_stride + column, mask, SIGMOID)
+        normalized *= gate
     tl.store(out_ptr + row * (GROUPS * WIDTH) + column, normalized.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -103,6 +125,8 @@ def _backward_kernel(
     NEED_WEIGHT: tl.constexpr,
     NEED_GATE: tl.constexpr,
     GROUPS: tl.constexpr,
+    GATE_BEFORE: tl.constexpr,
+    SIGMOID: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -116,6 +140,10 @@ def _backward_kernel(
             dx_ptr += tl.program_id(1) * WIDTH
         if NEED_WEIGHT:
             partial_ptr += tl.program_id(1) * WIDTH
+        if HAS_GATE:
+            gate_ptr += tl.program_id(1) * WIDTH
+        if NEED_GATE:
+            dgate_ptr += tl.program_id(1) * WIDTH
     column = tl.arange(0, COLUMNS)[None, :]
     inside = column < WIDTH
     if HAS_WEIGHT:
@@ -129,28 +157,36 @@ def _backward_kernel(
         mask = (row < rows) & inside
         x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
         dnormalized = tl.load(dout_ptr + row * dout_stride + column, mask=mask, other=0.0).to(tl.float32)
+        if GATE_BEFORE:
+            gate, slope = _load_gate(gate_ptr + row * gate_stride + column, mask, SIGMOID)
+            given = x
+            x *= gate
         rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
         # With eps=0, rows past the end, which are zeros, would make the weight's gradient NaN.
         rstd = tl.where(row < rows, rstd, 0.0)
         normalized = x * rstd
-        if HAS_GATE:
-            gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
-            decay = 1.0 + tl.exp(-gate)
-            silu = gate / decay
+        if HAS_GATE and not GATE_BEFORE:
+            gate, slope = _load_gate(gate_ptr + row * gate_stride + column, mask, SIGMOID)
             if NEED_GATE:
-                dgate = dnormalized * normalized * weight * ((1.0 + gate - silu) / decay)
-                tl.store(dgate_ptr + row * WIDTH + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
-            dnormalized *= silu
+                dgate = dnormalized * normalized * weight * slope
+                tl.store(dgate_ptr + row * (GROUPS * WIDTH) + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+            dnormalized *= gate
         if NEED_WEIGHT:
             dweight += dnormalized * normalized
-        if NEED_X:
+        if NEED_X or (GATE_BEFORE and NEED_GATE):
             if HAS_WEIGHT:
                 dnormalized *= weight
             along = tl.sum(dnormalized * normalized, axis=1, keep_dims=True) / WIDTH
             dx = rstd * (dnormalized - normalized * along)
+            if GATE_BEFORE:
+                if NEED_GATE:
+                    dgate = (dx * given * slope).to(dgate_ptr.dtype.element_ty)
+                    tl.store(dgate_ptr + row * (GROUPS * WIDTH) + column, dgate, mask=mask)
+                dx *= gate
             if HAS_DSUM:
                 dx += tl.load(dsum_ptr + row * dsum_stride + column, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + row * (GROUPS * WIDTH) + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if NEED_X:
+                tl.store(dx_ptr + row * (GROUPS * WIDTH) + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_WEIGHT:
         total = tl.sum(dweight, axis=0)
         column = tl.arange(0, COLUMNS)
@@ -162,8 +198,8 @@ _launch_forward = KernelLauncher(_forward_kernel)
 _launch_backward = KernelLauncher(_backward_kernel)
 
 
-def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, cast_after_weight: bool) -> torch.dtype:
-    if weight is None or cast_after_weight or gate is not None or weight.dtype == x.dtype:
+def _out_dtype(x: Tensor, weight: Tensor | None, casts_last: bool) -> torch.dtype:
+    if weight is None or casts_last or weight.dtype == x.dtype:
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
 
@@ -181,11 +217,13 @@ def _run_forward(
     eps: float,
     weight_offset: bool,
     cast_after_weight: bool,
+    groups: int = 1,
+    gate_before: bool = False,
+    sigmoid: bool = False,
     residual: Tensor | None = None,
     total: Tensor | None = None,
-    groups: int = 1,
 ) -> None:
-    """Write `out`, and with a residual also the sum, `total`; in `groups` of columns, without gate and residual."""
+    """Write `out`, and with a residual also the sum, `total`; without a residual in `groups` of columns."""
     if not x.numel():
         return
     width, rows = x.shape[-1] // groups, x.numel() // x.shape[-1]
@@ -198,7 +236,10 @@ def _run_forward(
         (x, None if weight is None else weight.contiguous(), gate, residual, out, total),
         (x_stride, gate_stride, residual_stride),
         (rows, eps),
-        (weight_offset, cast_after_weight, *are_given(weight, gate, residual), groups, width, *plan.tile),
+        (
+            *(weight_offset, cast_after_weight, *are_given(weight, gate, residual)),
+            *(groups, gate_before, sigmoid, width, *plan.tile),
+        ),
         plan.warps,
     )
 
@@ -211,9 +252,12 @@ def _run_backward(
     gate: Tensor | None,
     eps: float,
     weight_offset: bool,
+    cast_after_weight: bool = False,
+    groups: int = 1,
+    gate_before: bool = False,
+    sigmoid: bool = False,
     *_: bool,
     dsum: Tensor | None = None,
-    groups: int = 1,
 ) -> None:
     """Write those of the `gradients` of x, weight and gate that are not None; `dsum` is the gradient of a sum x."""
     dx, dweight, dgate = gradients
@@ -235,7 +279,10 @@ def _run_backward(
         (dout, dsum, x, None if weight is None else weight.contiguous(), gate, dx, dgate, partial),
         (dout_stride, dsum_stride, x_stride, gate_stride),
         (rows, eps),
-        (weight_offset, *are_given(weight, gate, dsum, dx, dweight, dgate), groups, width, *plan.tile, plan.stages),
+        (
+            *(weight_offset, *are_given(weight, gate, dsum, dx, dweight, dgate)),
+            *(groups, gate_before, sigmoid, width, *plan.tile, plan.stages),
+        ),
         plan.warps,
     )
     if partial is not None and dweight is not None:
@@ -243,46 +290,35 @@ def _run_backward(
 
 
 def _allocate(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, weight_offset: bool, cast_after_weight: bool
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    eps: float,
+    weight_offset: bool,
+    cast_after_weight: bool,
+    groups: int,
+    gate_before: bool,
+    sigmoid: bool,
 ) -> Tensor:
-    return _dense(x, _out_dtype(x, weight, gate, cast_after_weight))
+    return _dense(x, _out_dtype(x, weight, cast_after_weight or (gate is not None and not gate_before)))
 
 
 _norm = differentiable_op(
-    "rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool weight_offset, bool cast_after_weight) -> Tensor",
+    "rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool weight_offset, bool cast_after_weight,"
+    " SymInt groups, bool gate_before, bool sigmoid) -> Tensor",
     allocate=_allocate,
     launch=_run_forward,
     launch_backward=_run_backward,
 )
-
-
-def _allocate_groups(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-    return _dense(x, x.dtype)
-
-
-def _run_groups(out: Tensor, x: Tensor, weight: Tensor, eps: float, groups: int) -> None:
-    _run_forward(out, x, weight, None, eps, True, True, groups=groups)
-
-
-def _run_groups_backward(
-    gradients: tuple[Tensor | None, ...], dout: Tensor, x: Tensor, weight: Tensor, eps: float, groups: int, *_: bool
-) -> None:
-    _run_backward((*gradients, None), dout, x, weight, None, eps, True, groups=groups)
-
-
-_norm_groups = differentiable_op(
-    "rms_norm_groups(Tensor x, Tensor weight, float eps, SymInt groups) -> Tensor",
-    allocate=_allocate_groups,
-    launch=_run_groups,
-    launch_backward=_run_groups_backward,
-)
+# One group, and a gate, if there is one, of SiLU after the norm.
+_WHOLE_ROWS = (1, False, False)
 
 
 def _allocate_fused_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: bool, cast_after_weight: bool
 ) -> tuple[Tensor, Tensor]:
     total = _dense(x, torch.promote_types(x.dtype, residual.dtype))
-    return _dense(x, _out_dtype(total, weight, None, cast_after_weight)), total
+    return _dense(x, _out_dtype(total, weight, cast_after_weight)), total
 
 
 def _fused_add_forward(
@@ -295,7 +331,7 @@ def _fused_add_forward(
     cast_after_weight: bool,
 ) -> None:
     out, total = outputs
-    _run_forward(out, x, weight, None, eps, weight_offset, cast_after_weight, residual, total)
+    _run_forward(out, x, weight, None, eps, weight_offset, cast_after_weight, residual=residual, total=total)
 
 
 def _allocate_fused_add_gradients(
@@ -306,9 +342,16 @@ def _allocate_fused_add_gradients(
 
 
 def _fused_add_backward(
-    gradients: tuple[Tensor | None, ...], dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, *rest: Any
+    gradients: tuple[Tensor | None, ...],
+    dout: Tensor,
+    dsum: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: bool,
+    *_: bool,
 ) -> None:
-    _run_backward((*gradients, None), dout, total, weight, None, *rest, dsum=dsum)
+    _run_backward((*gradients, None), dout, total, weight, None, eps, weight_offset, dsum=dsum)
 
 
 _fused_add_op = launch_op(
@@ -355,24 +398,38 @@ class _FusedAddRMSNorm(torch.autograd.Function):
         return of_x, of_residual, dweight if need_weight else None, None, None, None
 
 
-def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residual: Tensor | None = None) -> None:
+def _check(
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    group_size: int | None = None,
+) -> None:
     width = x.shape[-1:]
+    size = width[0] if group_size is None else group_size
     if (
         x.dtype in FLOATS
-        and width[0] <= MAX_WIDTH
+        and (size == width[0] or (size > 0 and width[0] % size == 0))
+        and size <= MAX_WIDTH
         and (weight is None or (weight.dtype in FLOATS and weight.shape == width))
         and (gate is None or (gate.dtype in FLOATS and gate.shape == x.shape))
         and (residual is None or (residual.dtype in FLOATS and residual.shape == x.shape))
     ):
         return
-    label = f"rms_norm{'_gated' if gate is not None else ''}_implementation='triton' or 'batch_invariant'"
+    label = _label(gated=gate is not None)
     wanted = {"hidden_states": (x, x.shape), "weight": (weight, width), "gate": (gate, x.shape)}
     for name, (tensor, shape) in (wanted | {"residual": (residual, x.shape)}).items():
         if tensor is not None and tensor.dtype not in FLOATS:
             reject(label, name, unsupported_dtype(tensor.dtype), "use eager")
         if tensor is not None and tensor.shape != shape:
             reject(label, name, f"its shape is {tuple(tensor.shape)}, not {tuple(shape)}", "use eager")
+    if size != width[0]:
+        reject(label, "hidden_states", f"rows of {width[0]} in groups of {size}, at most {MAX_WIDTH}", "use eager")
     reject(label, "hidden_states", f"its rows have {width[0]} elements, the limit is {MAX_WIDTH}", "use eager")
+
+
+def _label(gated: bool) -> str:
+    return f"rms_norm{'_gated' if gated else ''}_implementation='triton' or 'batch_invariant'"
 
 
 def _weighted(weight_offset: bool = False, cast_after_weight: bool = False) -> Callable[..., Tensor]:
@@ -381,7 +438,7 @@ def _weighted(weight_offset: bool = False, cast_after_weight: bool = False) -> C
     def norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
         """For float32, bfloat16 and float16, also mixed, and rows of up to 65536 elements."""
         _check(hidden_states, weight)
-        return _norm(hidden_states, weight, None, float(eps), weight_offset, cast_after_weight)
+        return _norm(hidden_states, weight, None, float(eps), weight_offset, cast_after_weight, *_WHOLE_ROWS)
 
     return norm
 
@@ -406,19 +463,39 @@ fused_add_cast_after_weight = _with_residual(cast_after_weight=True)
 
 
 def weight_offset_groups(hidden_states: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
-    """`op.weight_offset_groups`, within the limits of `standard`."""
-    _check(hidden_states, weight)
+    """`op.weight_offset_groups`, within the limits of `standard` for each group."""
+    _check(hidden_states, weight, group_size=group_size)
     groups = 1 if group_size is None else hidden_states.shape[-1] // group_size
-    return _norm_groups(hidden_states, weight, float(eps), groups)
+    return _norm(hidden_states, weight, None, float(eps), True, True, groups, False, False)
 
 
 def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     """`op.gated`, within the limits of `standard`."""
     _check(hidden_states, weight, gate)
-    return _norm(hidden_states, weight, gate, float(eps), False, False)
+    return _norm(hidden_states, weight, gate, float(eps), False, False, *_WHOLE_ROWS)
+
+
+def gated_groups(
+    hidden_states: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    group_size: int,
+    gate_after: bool = False,
+    cast_after_weight: bool = False,
+    activation: str = "silu",
+) -> Tensor:
+    """`op.gated_groups`, within the limits of `standard` for each group."""
+    if gate is None:
+        reject(_label(gated=True), "gate", "it is None", "use eager")
+    if activation not in GATES:
+        reject(_label(gated=True), "activation", f"it is {activation!r}, not {' or '.join(GATES)}", "use eager")
+    _check(hidden_states, weight, gate, group_size=group_size)
+    form = hidden_states.shape[-1] // group_size, not gate_after, activation == "sigmoid"
+    return _norm(hidden_states, weight, gate, float(eps), False, cast_after_weight, *form)
 
 
 def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     """`op.unweighted`, within the limits of `standard`."""
     _check(hidden_states, None)
-    return _norm(hidden_states, None, None, float(eps), False, False)
+    return _norm(hidden_states, None, None, float(eps), False, False, *_WHOLE_ROWS)

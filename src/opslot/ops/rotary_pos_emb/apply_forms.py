@@ -35,7 +35,6 @@ class RotaryForm(Reviewed):
         options: further arguments of the kernel.
         complex_angles: in place of both, one complex tensor has cos + i sin of each pair.
         optional_keys: only calls with queries and keys have a slot.
-        slot_name: a class may call two forms, which then need slots of different names.
     """
 
     rotation: tuple[str, str] | None = _HALF
@@ -43,7 +42,6 @@ class RotaryForm(Reviewed):
     complex_angles: bool = False
     options: tuple[str, ...] = ()
     optional_keys: bool = False
-    slot_name: str | None = None
 
     def matches(self, module: ModuleView, name: str) -> bool:
         helper = self.rotation
@@ -51,7 +49,7 @@ class RotaryForm(Reviewed):
 
     @property
     def slot(self) -> Slot:
-        return Slot(OP, self.variant, name=self.slot_name)
+        return Slot(OP, self.variant, name=_SLOT_NAMES.get(self.variant))
 
     @property
     def parameters(self) -> list[str]:
@@ -79,6 +77,17 @@ def _partial(*rows: tuple[str, str]) -> tuple[RotaryForm, ...]:
     return tuple(RotaryForm(hash_, "partial", computes, seen) for hash_, seen in rows)
 
 
+def _gptj_per_channel(*rows: tuple[str, str, tuple[str, str], str, str]) -> Iterator[RotaryForm]:
+    """Forms whose cos and sin have two entries per pair, of which the kernel takes one."""
+    angles = {_FIRST_HALF: " by the first half of cos and sin", _EVERY_SECOND: ", one cos and sin per channel"}
+    for hash_, variant, rotation, per_pair, seen in rows:
+        computes = f"{_GPTJ}{angles[per_pair]}{', in fp32, cast back' if variant == 'gptj_fp32' else ''}"
+        yield RotaryForm(hash_, variant, computes, seen, rotation=rotation, per_pair=per_pair)
+
+
+# Classes may call two forms, which then need slots of different names.
+_SLOT_NAMES = {"vision": "rotary_pos_emb_vision", "gptj_to_neox": "rotary_pos_emb_interleaved"}
+
 ROWS = (
     RotaryForm("be80094eafa5", "full", _NEOX, "llama, qwen2, qwen3, mistral, gemma and 113 more"),
     *_upcast(
@@ -105,19 +114,12 @@ ROWS = (
     ),
     # Calls with queries alone, such as those of an indexer, keep Transformers' code.
     RotaryForm("8d07fa29f03a", "partial", "the same, keys being optional", "qwen4_exp", optional_keys=True),
-    RotaryForm(
-        "04cc4c575bb9",
-        "vision",
-        "the first channels of [S, heads, D], as many as cos has",
-        "minimax_m3_vl",
-        slot_name="rotary_pos_emb_vision",
-    ),
+    RotaryForm("04cc4c575bb9", "vision", "the first channels of [S, heads, D], as many as cos has", "minimax_m3_vl"),
     RotaryForm(
         "a4ac2dbfb6ed",
         "vision",
         "over the full head of [S, heads, D] in fp32, cast back",
         "qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v and 21 more",
-        slot_name="rotary_pos_emb_vision",
     ),
     RotaryForm(
         "652a20e8c59c",
@@ -125,14 +127,12 @@ ROWS = (
         "neighboring channels are rotated, and leave as halves",
         "deepseek_v3, deepseek_v32, glm4_moe_lite and 8 more, from 5.17",
         rotation=None,
-        slot_name="rotary_pos_emb_interleaved",
     ),
     RotaryForm(
         "15340b7ac99e",
         "gptj_to_neox",
         "the same by way of rotate_half",
         "deepseek_v3, glm4_moe_lite, before 5.17",
-        slot_name="rotary_pos_emb_interleaved",
     ),
     RotaryForm(
         "53e758234267",
@@ -141,56 +141,14 @@ ROWS = (
         "openai_privacy_filter",
         rotation=("_apply_rotary_emb", "5bfb91e9b47c"),
     ),
-    *(
-        RotaryForm(
-            hash_,
-            "gptj",
-            f"{_GPTJ} by the first half of cos and sin",
-            seen,
-            rotation=("rotate_half", _PAIRS),
-            per_pair=_FIRST_HALF,
-        )
-        for hash_, seen in (("092e097bf36a", "glm, glm4, moonshine"), ("9fb401b5b413", "helium"))
-    ),
-    RotaryForm(
-        "be80094eafa5",
-        "gptj",
-        f"{_GPTJ}, one cos and sin per channel",
-        "blt",
-        rotation=("rotate_half", _PAIRS_STACKED),
-        per_pair=_EVERY_SECOND,
-    ),
-    RotaryForm(
-        "aa3efe91972a",
-        "gptj",
-        f"{_GPTJ}, one cos and sin per channel",
-        "glm4v, glm_ocr",
-        rotation=("rotate_half_llm", _PAIRS),
-        per_pair=_EVERY_SECOND,
-    ),
-    RotaryForm(
-        "b7a7d38556e0",
-        "gptj_fp32",
-        f"{_GPTJ} by the first half of cos and sin, in fp32, cast back",
-        "ernie4_5, ernie4_5_moe",
-        rotation=("rotate_half", _PAIRS),
-        per_pair=_FIRST_HALF,
-    ),
-    RotaryForm(
-        "613cf3a05c96",
-        "gptj_fp32",
-        f"{_GPTJ}, one cos and sin per channel, in fp32, cast back",
-        "cohere, cohere2, cohere2_moe",
-        rotation=("rotate_half", _PAIRS_STACKED),
-        per_pair=_EVERY_SECOND,
-    ),
-    RotaryForm(
-        "21a09e5fb4e2",
-        "gptj_fp32",
-        f"{_GPTJ}, one cos and sin per channel, in fp32, cast back",
-        "ernie4_5_vl_moe",
-        rotation=("rotate_half_text", _PAIRS),
-        per_pair=_EVERY_SECOND,
+    *_gptj_per_channel(
+        ("092e097bf36a", "gptj", ("rotate_half", _PAIRS), _FIRST_HALF, "glm, glm4, moonshine"),
+        ("9fb401b5b413", "gptj", ("rotate_half", _PAIRS), _FIRST_HALF, "helium"),
+        ("be80094eafa5", "gptj", ("rotate_half", _PAIRS_STACKED), _EVERY_SECOND, "blt"),
+        ("aa3efe91972a", "gptj", ("rotate_half_llm", _PAIRS), _EVERY_SECOND, "glm4v, glm_ocr"),
+        ("b7a7d38556e0", "gptj_fp32", ("rotate_half", _PAIRS), _FIRST_HALF, "ernie4_5, ernie4_5_moe"),
+        ("613cf3a05c96", "gptj_fp32", ("rotate_half", _PAIRS_STACKED), _EVERY_SECOND, "cohere, cohere2, cohere2_moe"),
+        ("21a09e5fb4e2", "gptj_fp32", ("rotate_half_text", _PAIRS), _EVERY_SECOND, "ernie4_5_vl_moe"),
     ),
     *(
         RotaryForm(

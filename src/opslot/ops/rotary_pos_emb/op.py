@@ -133,32 +133,25 @@ def gptj_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
     )
 
 
-def _rotate_last(
-    rotate: Callable[..., Any], rotary: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
-) -> tuple[Tensor, Tensor]:
-    """`rotate` of the last `rotary` channels of `q` and `k`."""
-    q_pass, q_rot = q.tensor_split((q.shape[-1] - rotary,), -1)
-    k_pass, k_rot = k.tensor_split((k.shape[-1] - rotary,), -1)
-    q_rot, k_rot = rotate(q_rot, k_rot, cos, sin, unsqueeze_dim)
-    return torch.cat((q_pass, q_rot), -1), torch.cat((k_pass, k_rot), -1)
+def _of_last_channels(rotate: Callable[..., Any], name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`rotate` of the last channels, as many as it rotates by `cos`; the others are copied."""
+
+    def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        """`q` and `k` may have different head sizes: the keys of latent attention are the rotated channels alone."""
+        rotary = cos.shape[-1] * (2 if rotate is gptj_fp32 else 1)
+        q_pass, q_rot = q.tensor_split((q.shape[-1] - rotary,), -1)
+        k_pass, k_rot = k.tensor_split((k.shape[-1] - rotary,), -1)
+        q_rot, k_rot = rotate(q_rot, k_rot, cos, sin, unsqueeze_dim)
+        return torch.cat((q_pass, q_rot), -1), torch.cat((k_pass, k_rot), -1)
+
+    reference.__name__ = reference.__qualname__ = name
+    return reference
 
 
-def partial_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`full` of the last R = `cos.shape[-1]` channels; the others are copied.
-
-    `q` and `k` may have different head sizes. Used by latent attention (MiniCPM3), whose keys are these channels alone.
-    """
-    return _rotate_last(full, cos.shape[-1], q, k, cos, sin, unsqueeze_dim)
-
-
-def gptj_to_neox_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`gptj_to_neox` of the last channels, as `partial_last`. Used by latent attention (DeepSeek-V3)."""
-    return _rotate_last(gptj_to_neox, cos.shape[-1], q, k, cos, sin, unsqueeze_dim)
-
-
-def gptj_fp32_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`gptj_fp32` of the last R channels, as `partial_last`. Used by latent attention (DeepSeek-V2)."""
-    return _rotate_last(gptj_fp32, 2 * cos.shape[-1], q, k, cos, sin, unsqueeze_dim)
+# Used by the latent attention of MiniCPM3, DeepSeek-V3 and DeepSeek-V2.
+partial_last = _of_last_channels(full, "partial_last")
+gptj_to_neox_last = _of_last_channels(gptj_to_neox, "gptj_to_neox_last")
+gptj_fp32_last = _of_last_channels(gptj_fp32, "gptj_fp32_last")
 
 
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

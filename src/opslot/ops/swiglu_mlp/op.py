@@ -9,7 +9,7 @@ name in `ACTIVATIONS`, or a module or function that computes one of them: SwiGLU
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from opslot.ops.swiglu_mlp.cases import (
     fused_benchmark_case,
 )
 from opslot.ops.swiglu_mlp.forms import ACTIVATION_ATTRIBUTES
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def standard(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
@@ -88,40 +88,31 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
     return Cost(bytes=4 * size)
 
 
-_VARIANTS = (
-    OpVariant(
-        "standard",
-        standard,
-        CASES,
-        ("gate", "up"),
+def _variant(
+    reference: Callable[..., Tensor],
+    cases: list[InputCase],
+    benchmark_case: Callable[..., InputCase],
+    description: str,
+    check: Callable[[Any], str | None] = _check_activation,
+) -> OpVariant:
+    """A variant named after its reference."""
+    return OpVariant(
+        reference.__name__,
+        reference,
+        cases,
+        ("gate_up",) if reference is fused_gate_up else ("gate", "up"),
         _cost,
-        check_module=_check_activation,
+        check_module=check,
         static_shape=_static_shape,
         benchmark_case=benchmark_case,
-        description="activation(gate) * up",
-    ),
-    OpVariant(
-        "fused_gate_up",
-        fused_gate_up,
-        FUSED_CASES,
-        ("gate_up",),
-        _cost,
-        check_module=_check_activation,
-        static_shape=_static_shape,
-        benchmark_case=fused_benchmark_case,
-        description="activation(first half) * second half",
-    ),
-    OpVariant(
-        "clamped",
-        clamped,
-        CLAMPED_CASES,
-        ("gate", "up"),
-        _cost,
-        check_module=_silu_if_named,
-        static_shape=_static_shape,
-        benchmark_case=clamped_benchmark_case,
-        description="gate and up within a limit",
-    ),
+        description=description,
+    )
+
+
+_VARIANTS = (
+    _variant(standard, CASES, benchmark_case, "activation(gate) * up"),
+    _variant(fused_gate_up, FUSED_CASES, fused_benchmark_case, "activation(first half) * second half"),
+    _variant(clamped, CLAMPED_CASES, clamped_benchmark_case, "gate and up within a limit", _silu_if_named),
 )
 
 OP = OpSpec(

@@ -174,21 +174,19 @@ def _launch_fused_backward(dgate_up: Tensor, dout: Tensor, gate_up: Tensor, acti
     _launch_backward(dgate_up.chunk(2, dim=-1), dout, gate, up, activation, True, True)
 
 
-_swiglu = differentiable_op(
-    "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
-    allocate=_allocate,
-    launch=_launch,
-    allocate_gradients=_allocate_gradients,
-    launch_backward=_launch_backward,
-    recomputable=True,
-)
-_clamped = differentiable_op(
-    "swiglu_clamped(Tensor gate, Tensor up, str activation, float limit, float alpha, float up_offset) -> Tensor",
-    allocate=_allocate,
-    launch=_launch,
-    allocate_gradients=_allocate_gradients,
-    launch_backward=_launch_backward,
-    recomputable=True,
+_swiglu, _clamped = (
+    differentiable_op(
+        f"{schema} -> Tensor",
+        allocate=_allocate,
+        launch=_launch,
+        allocate_gradients=_allocate_gradients,
+        launch_backward=_launch_backward,
+        recomputable=True,
+    )
+    for schema in (
+        "swiglu(Tensor gate, Tensor up, str activation)",
+        "swiglu_clamped(Tensor gate, Tensor up, str activation, float limit, float alpha, float up_offset)",
+    )
 )
 _fused = differentiable_op(
     "swiglu_fused(Tensor gate_up, str activation) -> Tensor",
