@@ -1,4 +1,4 @@
-"""The slot of MLPs without a gate in models: its kernels compute what eager code does, for the activations they have."""
+"""The slot of MLPs without a gate in models: kernels compute what eager code does, for the activations they have."""
 
 import copy
 

@@ -59,8 +59,8 @@ def test_reference_equals_transformers_bit_for_bit(variant, dtype):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_extreme_values_and_nan(variant):
-    """Also at zero and at eps, where the derivative is discontinuous."""
-    inputs = [0.0, -0.0, -1e-6, -5e-7, -1e-5, 1e-6, 60.0, -60.0, -0.25, -200.0, float("nan")]
+    """Also at zero and around eps, where the derivative is discontinuous."""
+    inputs = [0.0, -0.0, -1.1e-6, -9e-7, -5e-7, -1e-5, 1e-6, 60.0, -60.0, -0.25, -200.0, float("nan")]
     x = torch.tensor(inputs, device=DEVICE).requires_grad_()
     module = module_of(variant)
     # In the interpreter, NumPy warns about NaN.
