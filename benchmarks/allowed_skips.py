@@ -25,6 +25,9 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
         ),
     },
+    "mlp_activation": {
+        "is in an image or audio tower": ("*Vision*MLP",),
+    },
     "rms_norm": {
         "returns 1 / rms(x)": ("HYV4UnweightedRMSNorm", "HYV4VLUnweightedRMSNorm"),
         "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),
@@ -41,21 +44,5 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "swiglu_mlp": {
         "scales gate and up, and normalizes their product": ("DoryMLP",),
-        "has no gate": (
-            "ApertusMLP",
-            "Apertus1p5TextMLP",
-            "ArceeMLP",
-            "NanoChatMLP",
-            "NemotronMLP",
-            "NemotronHMLP",
-            "PhiMLP",
-            "Starcoder2MLP",
-        ),
-        "is in an image or audio tower, mostly without a gate": (
-            "*Vision*MLP",
-            "*VLVisionMLP",
-            "*TalkerResizeMLP",
-            "UnlimitedOcrMLP",
-        ),
     },
 }

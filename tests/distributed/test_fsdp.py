@@ -352,6 +352,45 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
     assert ranks.run(half_frozen) == [[2.0] * 4] * 2
 
 
+def xielu(alone):
+    """Gradients with a kernel for xIELU, and the types of the alphas in its calls.
+
+    Args:
+        alone: each activation is an FSDP group of its own, which unshards the alphas when it is called.
+    """
+    from opslot.ops.mlp_activation import triton
+
+    state = init_parallel_state(device_type="cpu")
+    model = tiny.build("apertus", {"preset": "eager", "mlp_activation_implementation": "triton"}, dtype=torch.float32)
+    for layer in model.model.layers:
+        if alone:
+            fully_shard(layer.mlp.act_fn, mesh=state.fsdp_mesh)
+        fully_shard(layer, mesh=state.fsdp_mesh)
+    fully_shard(model, mesh=state.fsdp_mesh)
+    ran, apply = [], triton._xielu
+    triton._xielu = lambda *args: (ran.append([type(x).__name__ for x in args[1:3]]), apply(*args))[1]
+    try:
+        (loss_of(model.train(), state) * state.dp_size).backward()
+    finally:
+        triton._xielu = apply
+    return ran, {name: p.grad.full_tensor().tolist() for name, p in model.named_parameters()}
+
+
+def test_alphas_of_xielu_are_unsharded_in_its_mlp(ranks):
+    model = tiny.build("apertus", "eager", dtype=torch.float32)
+    loss_of(model, opslot.distributed.ParallelState()).backward()
+    for ran, grads in ranks.run(xielu, False):
+        assert ran == [["Parameter", "Parameter"]] * 2
+        assert sum("alpha" in name for name in grads) == 4
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(torch.tensor(grads[name]), parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_activation_in_a_group_of_its_own_raises_with_a_named_kernel(ranks, rank_failed):
+    with pytest.raises(rank_failed, match="the activation FSDPXIELUActivation has hooks"):
+        ranks.run(xielu, True)
+
+
 class Routed(nn.Module):
     """A layer in bfloat16 with a router in float32."""
 

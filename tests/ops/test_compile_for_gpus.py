@@ -17,6 +17,7 @@ OPS = (
     "linear",
     "load_balancing_loss",
     "mamba_chunk_scan",
+    "mlp_activation",
     "moe_experts",
     "resize_heads",
     "rms_norm",

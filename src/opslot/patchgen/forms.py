@@ -72,6 +72,9 @@ class ClassFact:
 # Parameters that are the states which cross attention attends to.
 OTHER_STATES = frozenset({"key_value_states", "encoder_hidden_states", "cross_attention_states"})
 
+# Attributes of MLPs that hold the activation.
+ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act", "activation")
+
 Finding = Match | Skip | ClassFact
 
 

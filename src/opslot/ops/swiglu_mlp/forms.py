@@ -8,11 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.forms import Match, ModuleView, Skip, names_in
+from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES, Match, ModuleView, Skip, names_in
 from opslot.patchgen.source import find_nodes
-
-# Attributes of MLPs that hold the activation.
-ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act", "activation")
 
 
 @dataclass(frozen=True)
@@ -116,15 +113,9 @@ class GatedMLPs:
             match = self._match(module, name, forward, used[0]) if len(used) == 1 and " * " in text else None
             if match is not None:
                 yield match
-            elif name.endswith("MLP") and "act" in text:
-                gated = bool(re.search(r"\w\)? \* ", text))
-                yield Skip(
-                    name,
-                    "swiglu_mlp",
-                    "computes something else than act(gate) * up, with gate and up of one shape"
-                    if gated
-                    else "has no gate; its activation is one elementwise op",
-                )
+            elif name.endswith("MLP") and "act" in text and re.search(r"\w\)? \* ", text):
+                reason = "computes something else than act(gate) * up, with gate and up of one shape"
+                yield Skip(name, "swiglu_mlp", reason)
 
     def _match(self, module: ModuleView, name: str, forward: str, activation: str) -> Match | None:
         for row in (row.with_activation(activation) for row in self.statements):

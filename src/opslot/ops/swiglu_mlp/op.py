@@ -24,7 +24,7 @@ from opslot.ops.swiglu_mlp.cases import (
     clamped_benchmark_case,
     fused_benchmark_case,
 )
-from opslot.ops.swiglu_mlp.forms import ACTIVATION_ATTRIBUTES
+from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
