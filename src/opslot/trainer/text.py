@@ -208,12 +208,13 @@ class TextTrainer(BaseTrainer):
             save_processors([self.processor], folder)
             folder = folder / "merged"
         if lora.r is None or lora.merge:
+            config = self.inputs.config_path
             export_hf(
                 self.model,
                 folder,
                 processors=[self.processor],
                 merge_adapters=lora.merge,
-                source=self.config.model.model_path,
+                source=self.config.model.model_path or (config.parent if config.is_file() else config),
                 keep_excluded=self.config.model.export_excluded,
             )
 
