@@ -333,6 +333,13 @@ def test_hf_backend_builds_the_original_class(monkeypatch):
         opslot.build_foundation_model(config_of("qwen3"))
 
 
+def test_folder_of_a_run_is_not_a_config(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"folder of a run: give {tmp_path}/hf"):
+        opslot.build_foundation_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -145,6 +145,8 @@ def load_config(
         hint = "give a folder with config.json, or that file"
         if "adapter_config.json" in names:
             hint = "it has LoRA adapters: give the folder of their base model, or add them to it with opslot merge"
+        elif (path / "hf" / "config.json").is_file():
+            hint = f"it is the folder of a run: give {path / 'hf'}"
         raise ConfigError(
             f"config_path={str(source)!r} is not a model's config",
             found=f"the folder holds {', '.join(names) or 'nothing'}" if path.is_dir() else "no such file or folder",
