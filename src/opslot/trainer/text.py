@@ -95,6 +95,10 @@ class TextTrainer(BaseTrainer):
             trust_remote_code=model.trust_remote_code,
             **self.model_options(),
         )
+        # The loss is read by its name, also of a model whose config asks for tuples.
+        for module in built.modules():
+            if getattr(getattr(module, "config", None), "return_dict", None) is False:
+                module.config.return_dict = True
         data = self.config.data
         if self.config.task in ("pretrain", "sft") and (reason := why_not_causal(built)):
             raise ConfigError(
