@@ -244,8 +244,12 @@ def test_integer_samples_are_those_of_a_file(tmp_path):
         file.setparams((1, 2, 16000, 0, "NONE", ""))
         file.writeframes(samples.tobytes())
     decoded = load_audio("tone.wav", tmp_path, 16000)
-    np.testing.assert_array_equal(load_audio({"array": samples.tolist(), "sampling_rate": 16000}, tmp_path, 16000), decoded)
-    np.testing.assert_array_equal(load_audio({"array": decoded.tolist(), "sampling_rate": 16000}, tmp_path, 16000), decoded)
+    np.testing.assert_array_equal(
+        load_audio({"array": samples.tolist(), "sampling_rate": 16000}, tmp_path, 16000), decoded
+    )
+    np.testing.assert_array_equal(
+        load_audio({"array": decoded.tolist(), "sampling_rate": 16000}, tmp_path, 16000), decoded
+    )
 
 
 @pytest.mark.parametrize("fps", ["a", -1, float("inf"), [2]], ids=str)

@@ -87,6 +87,6 @@ def _missing(model: Any, declared: SubModel, names: Sequence[str]) -> str | None
         return None
     whole, part = (type(m).__name__.removeprefix("FSDP") for m in (model, getattr(model, declared.name)))
     return (
-        f"the export has no {', '.join(names)}, which Transformers' {whole}.from_pretrained reads; copy it there from the "
-        f"published checkpoint, or load the export with {part}"
+        f"the export has no {', '.join(names)}, which Transformers' {whole}.from_pretrained reads; copy it there from "
+        f"the published checkpoint, or load the export with {part}"
     )

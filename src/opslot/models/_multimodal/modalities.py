@@ -263,9 +263,7 @@ class _Run:
         zero, embeds = torch.stack(zeros).sum(), kwargs.get("inputs_embeds")
         if embeds is None:
             # The language model embeds the tokens itself (Kosmos-2.5).
-            handle = decoder.get_input_embeddings().register_forward_hook(
-                lambda embedding, args, output: handle.remove() or output + zero.to(output.dtype)
-            )
+            _add_to_next_output(decoder.get_input_embeddings(), zero)
             return None
         return args, {**kwargs, "inputs_embeds": embeds + zero.to(embeds.dtype)}
 
@@ -300,6 +298,14 @@ class _Run:
             return getattr(type(self.holder), name)(self.holder, *args, **kwargs)
         finally:
             self.computing = before
+
+
+def _add_to_next_output(module: nn.Module, value: Tensor) -> None:
+    def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        handle.remove()
+        return output + value.to(output.dtype)
+
+    handle = module.register_forward_hook(add)
 
 
 def _zero_of_projections(holder: Any) -> Tensor:
