@@ -208,6 +208,7 @@ class FakeDecoders:
         ({"array": [0.1] * 9, "sampling_rate": "x"}, "sampling_rate is not a positive number: 'x'"),
         ({"array": [0.1] * 9, "sampling_rate": -1}, "is not a positive number: -1"),
         ({"array": [0.1, float("nan")]}, "not finite"),
+        ({"array": [0.1, 0.2]}, "has no sampling_rate; add it beside the array"),
         ({"array": [[0.1, 0.2], [0.1]]}, "not rectangular"),
         ({"array": ["a", "b"]}, "is not audio"),
         ({"array": [1 << 20, -3]}, "give 16-bit integers"),
@@ -243,8 +244,12 @@ def test_integer_samples_are_those_of_a_file(tmp_path):
         file.setparams((1, 2, 16000, 0, "NONE", ""))
         file.writeframes(samples.tobytes())
     decoded = load_audio("tone.wav", tmp_path, 16000)
-    np.testing.assert_array_equal(load_audio({"array": samples.tolist()}, tmp_path, 16000), decoded)
-    np.testing.assert_array_equal(load_audio({"array": decoded.tolist()}, tmp_path, 16000), decoded)
+    np.testing.assert_array_equal(
+        load_audio({"array": samples.tolist(), "sampling_rate": 16000}, tmp_path, 16000), decoded
+    )
+    np.testing.assert_array_equal(
+        load_audio({"array": decoded.tolist(), "sampling_rate": 16000}, tmp_path, 16000), decoded
+    )
 
 
 @pytest.mark.parametrize("fps", ["a", -1, float("inf"), [2]], ids=str)

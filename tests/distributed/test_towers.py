@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import Kosmos2_5Config, Kosmos2_5ForConditionalGeneration
 
 import opslot
 from opslot.distributed import init_parallel_state
@@ -57,3 +58,37 @@ def test_text_on_all_ranks(ranks, name):
 
 def test_frozen_tower(ranks):
     check(ranks, "gemma3", frozen=True)
+
+
+def kosmos():
+    """Kosmos-2.5, whose patches follow their row and column, and whose language model embeds the tokens itself."""
+    text = {"vocab_size": 64, "embed_dim": 32, "layers": 2, "ffn_dim": 32, "attention_heads": 2, "layerdrop": 0.0}
+    vision = {"hidden_size": 32, "patch_embed_hidden_size": 48, "d_ff": 32, "num_hidden_layers": 2, "head_dim": 16}
+    vision |= {"num_attention_heads": 2, "max_num_patches": 8}
+    torch.manual_seed(0)
+    model = Kosmos2_5ForConditionalGeneration(
+        Kosmos2_5Config(text_config=text, vision_config=vision, latent_query_num=3)
+    ).eval()
+    image = torch.randn(1, 6, 50)
+    image[..., :2] = torch.cartesian_prod(torch.arange(1, 3), torch.arange(1, 4))
+    ids = torch.arange(5, 17)[None]
+    text = {"input_ids": ids, "labels": ids}
+    mask = ((ids > 6) & (ids < 10)).long()
+    given = text | {"flattened_patches": image, "image_embeds_position_mask": mask}
+    return model, with_common_divisor([text, given])
+
+
+def kosmos_on_ranks():
+    state = init_parallel_state(device_type="cpu")
+    model, batches = kosmos()
+    opslot.apply(model)
+    opslot.parallelize(model, state)
+    return {key: value.tolist() for key, value in train_step(model, [batches[state.rank]]).items()}
+
+
+def test_language_model_that_embeds_the_tokens_itself(ranks):
+    expected = train_step(*kosmos())
+    found = [{key: torch.tensor(value) for key, value in part.items()} for part in ranks.run(kosmos_on_ranks)]
+    found[0]["loss"] += found[1]["loss"]
+    assert worst_difference(found[0], expected) == ""
+    assert any(grad.any() for key, grad in expected.items() if "vision" in key)

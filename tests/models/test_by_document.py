@@ -50,6 +50,27 @@ def test_packed_documents_equal_the_documents_alone(arch):
     assert found.result == "passed", found.detail
 
 
+@pytest.mark.parametrize("source", [6, 12])
+def test_cross_attention_takes_the_encoder_states_of_the_row(source):
+    """Also where there are as many of them as tokens, which they are not parts of."""
+    config = tiny_config("xglm")
+    config.add_cross_attention = True
+    original = random_model(config).eval()
+    model = copy.deepcopy(original)
+    opslot.apply(model)
+    ids = torch.arange(3, 27).reshape(2, 12)
+    states, mask = torch.randn(2, source, config.d_model), torch.ones(2, source, dtype=torch.long)
+    mask[:, -2:] = 0
+    given = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    boundaries = {"cu_seq_lens_q": torch.tensor([0, 5, 12, 17, 24], dtype=torch.int32), "max_length_q": 7}
+    with torch.no_grad():
+        alone = torch.cat([original(part, **given).logits for part in ids.split([5, 7], 1)], 1)
+        for packed in ({}, boundaries):
+            found = model(ids, position_ids=positions, **given, **packed).logits
+            torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+
+
 def test_alibi_of_several_rows():
     """It comes as [rows * heads, 1, tokens]."""
     config = tiny_config("bloom")

@@ -456,8 +456,11 @@ def test_model_without_slots_raises():
     config = AutoConfig.for_model("xlm", emb_dim=32, n_layers=1, n_heads=2, vocab_size=64)
     with pytest.raises(ConfigError, match="found nothing to bind"):
         opslot.apply(AutoModelForCausalLM.from_config(config))
-    with pytest.raises(ConfigError, match="opslot has no model_type 'xlm'"):
-        opslot.build_foundation_model(config)
+    # It is built with the slots that any torch module has.
+    model = opslot.build_foundation_model(config, ops_implementation={"layer_norm_implementation": "eager"})
+    assert {row.op for row in opslot.explain(model) if row.slot} == {"layer_norm"}
+    with pytest.raises(ConfigError, match="attention of MultiHeadAttention has no slot: it computes attention itself"):
+        opslot.build_foundation_model(config, ops_implementation={"attn_implementation": "sdpa"})
 
 
 @pytest.mark.parametrize(

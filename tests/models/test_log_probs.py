@@ -168,3 +168,32 @@ def test_router_loss_is_added():
     batch = batch_of(model)
     asked = model(**batch, output_router_logits=True, return_log_probs=True)
     torch.testing.assert_close(asked.loss, model(**batch, output_router_logits=True).loss)
+
+
+@pytest.mark.parametrize(("arch", "by"), [("qwen3", "argument"), ("bloom", "config")])
+def test_tuples_have_the_logits_in_their_place(arch, by, monkeypatch):
+    original = model_of(arch, return_dict=by == "argument").eval()
+    model = copy.deepcopy(original)
+    opslot.apply(model, FUSED)
+    kernel = model._opslot_cross_entropy_loss
+    # As if `auto` had selected it.
+    monkeypatch.setattr(kernel, "explicit", False)
+    batch = batch_of(model) | ({"return_dict": False} if by == "argument" else {})
+    found, wanted = model(**batch), original(**batch)
+    assert len(found) == len(wanted)
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-5, atol=1e-5)
+    assert model._opslot_cross_entropy_loss is kernel
+    assert model(**batch | {"return_dict": True}).logits is None
+
+
+def test_named_kernel_has_no_logits_for_a_tuple():
+    model = model_of("qwen3")
+    opslot.apply(model, FUSED)
+    batch = batch_of(model)
+    with pytest.raises(KernelError, match=r"(?s)'chunk_loss' cannot be used with return_dict=False.*return_dict=True"):
+        model(**batch, return_dict=False)
+    (logits,) = model(input_ids=batch["input_ids"], use_cache=False, return_dict=False)
+    assert logits.shape[-1] == model.config.vocab_size
+    assert model.eval() is model
+    with torch.no_grad():
+        assert model(**batch, use_cache=False, return_dict=False)[1].shape == logits.shape

@@ -161,6 +161,21 @@ def test_adapters_of_the_thinker_load_beside_the_speech_parts(omni_settings, tmp
     assert all(name.startswith("base_model.model.thinker.") for name in adapted)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_export_of_a_model_built_from_its_config_loads_in_transformers(omni_settings, tmp_path, train, given):
+    """Transformers' class reads a file of speakers, also without the speech parts."""
+    if given:
+        torch.save({"Chelsie": {}}, tmp_path / "omni" / "spk_dict.pt")
+    omni_settings["train"]["max_steps"] = 1
+    code, out, err = train()
+    assert code == 0, err
+    assert ("has no spk_dict.pt" in out + err) is not given
+    name = "Qwen2_5OmniForConditionalGeneration" if given else "Qwen2_5OmniThinkerForConditionalGeneration"
+    assert given or f"load the export with {name}" in out + err
+    model = getattr(transformers, name).from_pretrained(tmp_path / "out" / "hf")
+    assert any(parameter.count_nonzero() for parameter in model.parameters())
+
+
 def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, train):
     write_checkpoint_with_speech(tmp_path / "omni")
     omni_settings["model"] = {"model_path": str(tmp_path / "omni"), "export_excluded": True}

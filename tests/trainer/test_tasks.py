@@ -222,6 +222,30 @@ def test_classification(chat_settings, train, tmp_path, per_token):
         assert model.config.id2label[predicted] == "second"
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_classification_by_an_encoder_without_slots_in_its_code(chat_settings, train, tmp_path, per_token):
+    """DeBERTa-v2: torch's layer norms alone get kernels. The losses are those of Transformers' model."""
+    model = tmp_path / "deberta"
+    sizes = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "pad_token_id": 0}
+    AutoConfig.for_model("deberta-v2", **sizes).save_pretrained(model)
+    AutoTokenizer.from_pretrained(chat_settings["model"]["config_path"]).save_pretrained(model)
+    labels = {"tokens": ["a", "b"], "labels": ["x", "y"]} if per_token else {"text": "ab", "label": "x"}
+    others = {"tokens": ["b"], "labels": ["x"]} if per_token else {"text": "b", "label": "y"}
+    (tmp_path / "labels.jsonl").write_text(f"{json.dumps(labels)}\n{json.dumps(others)}\n" * 4)
+    chat_settings |= {"task": "classification", "model": {"config_path": str(model)}}
+    chat_settings["data"]["train_path"] = str(tmp_path / "labels.jsonl")
+    chat_settings["train"]["max_steps"] = 2
+    code, out, err = train()
+    assert (code, err) == (0, "")
+    assert "layer_norm" in out
+    losses = [record["loss"] for record in read_metrics(tmp_path / "out")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPSLOT_BACKEND", "hf")
+        assert train("--train.output_dir", str(tmp_path / "theirs"))[0] == 0
+    assert losses == pytest.approx([record["loss"] for record in read_metrics(tmp_path / "theirs")], rel=1e-6)
+
+
 def test_classifier_from_a_language_model(chat_settings, train, tmp_path):
     chat_settings["train"]["max_steps"] = 1
     assert train()[0] == 0

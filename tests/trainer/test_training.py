@@ -38,6 +38,15 @@ def test_evaluation_materializes_no_logits_with_chunk_loss(settings, tmp_path):
     assert logits == [None] * len(logits)
 
 
+def test_config_that_asks_for_tuples_is_trained(settings, tmp_path, model_folder):
+    """Transformers' generic heads raise AttributeError for it."""
+    config = json.loads((model_folder / "config.json").read_text()) | {"return_dict": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings["model"] = {"config_path": str(tmp_path / "config.json"), "tokenizer_path": str(model_folder)}
+    settings["train"] |= {"max_steps": 1, "eval_steps": 1}
+    assert trainer_of(settings, tmp_path).train().completed
+
+
 def test_hf_backend_trains_without_a_kernel_table(settings, train, monkeypatch):
     monkeypatch.setenv("OPSLOT_BACKEND", "hf")
     settings["train"]["max_steps"] = 1

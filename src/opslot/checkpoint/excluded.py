@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import CheckpointError
+from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import without_wrapper
 from opslot.checkpoint.folder import read_config, read_folder
 from opslot.checkpoint.safetensors_file import TensorEntry
 from opslot.distributed import is_first_rank
-from opslot.slots.protocol import sub_model
+from opslot.slots.protocol import SubModel, sub_model
+
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,13 @@ class ExcludedParts:
         entries: their tensors.
         config: the model's config with these parts; None for its own.
         files: files of the checkpoint that Transformers needs beside its weights.
+        problem: which of them are missing.
     """
 
     entries: Sequence[TensorEntry] = ()
     config: Any = None
     files: Sequence[Path] = ()
+    problem: str | None = None
 
     @classmethod
     def of(cls, model: Any, source: str | Path | None, keep: bool) -> ExcludedParts:
@@ -47,11 +52,12 @@ class ExcludedParts:
                 raise CheckpointError(
                     f"there are no excluded weights to keep: {reason}", hint="set keep_excluded=False"
                 )
-            return cls()
+            return cls(problem=None if declared is None else _missing(model, declared, declared.files))
         folder = Path(source).expanduser()
         files = [folder / name for name in declared.files if (folder / name).is_file()]
+        problem = _missing(model, declared, [name for name in declared.files if folder / name not in files])
         if not keep:
-            return cls(files=files)
+            return cls(files=files, problem=problem)
         prefixes = tuple(f"{part}." for part in declared.excluded)
         entries = [entry for name, entry in read_folder(folder).items() if name.startswith(prefixes)]
         if not entries:
@@ -64,9 +70,23 @@ class ExcludedParts:
         for name in declared.settings:
             # A setting that the file lacks has its default.
             setattr(config, name, stored.get(name, getattr(type(config)(), name)))
-        return cls(entries, config, files)
+        return cls(entries, config, files, problem)
 
     def copy_files(self, folder: Path) -> None:
-        """Copy `files` to an export; rank 0 does."""
-        for file in self.files if is_first_rank() else ():
+        """Copy `files` to an export, and warn of missing ones; rank 0 does."""
+        if not is_first_rank():
+            return
+        for file in self.files:
             shutil.copyfile(file, folder / file.name)
+        if self.problem is not None:
+            _logger.warning("%s", self.problem)
+
+
+def _missing(model: Any, declared: SubModel, names: Sequence[str]) -> str | None:
+    if not names:
+        return None
+    whole, part = (type(m).__name__.removeprefix("FSDP") for m in (model, getattr(model, declared.name)))
+    return (
+        f"the export has no {', '.join(names)}, which Transformers' {whole}.from_pretrained reads; copy it there from "
+        f"the published checkpoint, or load the export with {part}"
+    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.device import usable_device
 from opslot._base.dtypes import floating_dtype
-from opslot._base.errors import ConfigError, missing_package
+from opslot._base.errors import ConfigError, list_problems, missing_package
 from opslot._base.logging import get_logger
 from opslot.models._apply import apply, has_slots
 from opslot.models._registry import (
@@ -23,7 +23,9 @@ from opslot.models._registry import (
     converters_of,
     serve_model_type,
 )
-from opslot.slots import OpsImplementationConfig
+from opslot.models.discovery import discover
+from opslot.patchgen.source import architecture_in
+from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, bind
 from opslot.slots.protocol import sub_model
 
 if TYPE_CHECKING:
@@ -101,7 +103,8 @@ def build_foundation_model(
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
         device = run_device or (None if init_device == "meta" else init_device)
-        apply(model, ops, device=device, dtype=computed)
+        put = apply if has_slots(model) else _bind_everywhere
+        put(model, ops, device=device, dtype=computed)
     if weights_path is not None:
         load_foundation_weights(model, weights_path)
     model.train()
@@ -142,6 +145,8 @@ def load_config(
         hint = "give a folder with config.json, or that file"
         if "adapter_config.json" in names:
             hint = "it has LoRA adapters: give the folder of their base model, or add them to it with opslot merge"
+        elif (path / "hf" / "config.json").is_file():
+            hint = f"it is the folder of a run: give {path / 'hf'}"
         raise ConfigError(
             f"config_path={str(source)!r} is not a model's config",
             found=f"the folder holds {', '.join(names) or 'nothing'}" if path.is_dir() else "no such file or folder",
@@ -237,9 +242,36 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
             f"Transformers has no class {name!r} for model_type {model_type!r}",
             hint="give architecture, or architectures in config.json, the name of one that it has",
         )
-    if backend == "opslot" and not has_slots(_instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)):
-        MODELING_REGISTRY.get(model_type)
+    if backend == "opslot":
+        empty = _instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)
+        if not has_slots(empty) and not (theirs.__module__.startswith("transformers.") and _has_layer_norms(empty)):
+            MODELING_REGISTRY.get(model_type)
     return theirs
+
+
+def _has_layer_norms(model: Any) -> bool:
+    applies_to = KERNEL_REGISTRY.op("layer_norm").applies_to
+    return applies_to is not None and any(applies_to(module, model.config) for module in model.modules())
+
+
+def _bind_everywhere(
+    model: Any, ops: OpsImplementationConfig, *, device: str | None, dtype: torch.dtype | None
+) -> None:
+    """Bind the kernels that torch's own modules take, in a model in whose code no slots were found (DeBERTa-v2).
+
+    Raises:
+        ConfigError: a kernel is named for code that keeps Transformers' implementation.
+    """
+    name = architecture_in(type(model).__module__)
+    classes = {type(module).__name__ for module in model.modules()}
+    problems = [
+        f"{skip.op} of {skip.symbol} has no slot: it {skip.reason}"
+        for skip in (discover(name).skips if name is not None else ())
+        if skip.symbol.partition(".")[0] in classes and ops.names_kernel(KERNEL_REGISTRY.op(skip.op))
+    ]
+    if problems:
+        raise ConfigError(list_problems("kernels cannot be bound", problems), hint="use eager or auto for these ops")
+    bind(model, ops, device=device, dtype=dtype)
 
 
 def _shipped_class(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Any:

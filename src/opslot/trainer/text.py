@@ -95,6 +95,10 @@ class TextTrainer(BaseTrainer):
             trust_remote_code=model.trust_remote_code,
             **self.model_options(),
         )
+        # The loss is read by its name, also of a model whose config asks for tuples.
+        for module in built.modules():
+            if getattr(getattr(module, "config", None), "return_dict", None) is False:
+                module.config.return_dict = True
         data = self.config.data
         if self.config.task in ("pretrain", "sft") and (reason := why_not_causal(built)):
             raise ConfigError(
@@ -208,12 +212,13 @@ class TextTrainer(BaseTrainer):
             save_processors([self.processor], folder)
             folder = folder / "merged"
         if lora.r is None or lora.merge:
+            config = self.inputs.config_path
             export_hf(
                 self.model,
                 folder,
                 processors=[self.processor],
                 merge_adapters=lora.merge,
-                source=self.config.model.model_path,
+                source=self.config.model.model_path or (config.parent if config.is_file() else config),
                 keep_excluded=self.config.model.export_excluded,
             )
 

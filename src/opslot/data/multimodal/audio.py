@@ -34,18 +34,20 @@ def load_audio(source: Any, folder: Path, sampling_rate: int) -> np.ndarray:
     An array holds floats up to 1 or 16-bit integers, at the `sampling_rate` that its source gives.
 
     Raises:
-        MediaError: no samples, samples that are not numbers, or a file that does not decode.
+        MediaError: no samples, samples that are not numbers, no rate, or a file that does not decode.
     """
     value = value_of(source)
     if isinstance(value, np.ndarray | list):
         samples = _samples(value)
-        rate = round(rate_of(source, "sampling_rate") or sampling_rate)
+        rate = round(rate_of(source, "sampling_rate") or 0)
     else:
         samples, rate = _decode_audio(read_source(value, folder), source, sampling_rate)
     if not samples.size:
         raise MediaError(f"the audio {describe(source)} has length zero")
     if not np.isfinite(samples).all():
         raise MediaError(f"the audio {describe(source)} has samples that are not finite")
+    if not rate:
+        raise MediaError(f"the audio {describe(source)} has no sampling_rate; add it beside the array")
     samples = samples if samples.ndim == 1 else samples.mean(axis=int(np.argmin(samples.shape)))
     return samples if rate == sampling_rate else resampled(samples, rate, sampling_rate)
 

@@ -231,7 +231,7 @@ def read_source(value: Any, folder: Path) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str):
-        raise MediaError(f"a {type(value).__name__} is not a path, bytes or base64")
+        raise MediaError(f"{value!r:.40} ({type(value).__name__}) is not a path, bytes or base64")
     if not value:
         raise MediaError("its path is empty")
     if value.startswith("data:"):

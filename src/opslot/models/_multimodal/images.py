@@ -25,6 +25,7 @@ _CONFIGS = ("vision_config", "vq_config")
 _SIDES = ("image_size", "resolution")
 # Pixels along each axis that become one token of an image tokenizer.
 _FACTOR = "vision_spatial_factor"
+_NUMBERED = "flattened_patches"
 _MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 # The grid is of tokens, which the encoder multiplies by the patches that become one.
 _GRID_OF_TOKENS = re.compile(r"_grid_thw(\.cpu\(\))? \* torch\.tensor\(\[1, merge, merge\]\)")
@@ -64,7 +65,7 @@ class _Reader:
             if p.kind is not p.VAR_KEYWORD and name != "self"
         }
         self.source = source_of(getattr(type(holder), method))
-        self.pixels = next(name for name in self.parameters if name.startswith("pixel_values"))
+        self.pixels = next(name for name in self.parameters if name.startswith(("pixel_values", _NUMBERED)))
         self.kind = "video" if method == "get_video_features" else "image"
         configs = (getattr(holder.config, name, None) for name in _CONFIGS)
         found = next((config for config in configs if config is not None), None)
@@ -88,6 +89,8 @@ class _Reader:
     def inputs(self, sizes: Sequence[Size]) -> dict[str, Tensor] | None:
         if self.vision is None:
             return None
+        if self.pixels == _NUMBERED:
+            return self._numbered_patches(sizes)
         if self.vision is self.holder.config:
             return {
                 self.pixels: self._ones(len(sizes), max(map(math.prod, sizes)), self._channels() * self._patch_area())
@@ -173,6 +176,16 @@ class _Reader:
             "spatial_shapes": self._integers(shapes),
             "pixel_attention_mask": mask,
         }
+
+    def _numbered_patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """Patches of each image, after their row and column from 1 on, padded with zeros to those of the largest."""
+        most = max(height * width for _, height, width in sizes)
+        patches = self._ones(len(sizes), most, 2 + self._projection().weight.shape[1:].numel())
+        for image, (_, height, width) in zip(patches, sizes, strict=True):
+            rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+            image[: height * width, :2] = torch.stack([rows, columns], -1).flatten(0, 1) + 1
+            image[height * width :] = 0
+        return {self.pixels: patches}
 
     def _joined_patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
         """Patches of all images beside each other in one image of a patch's height; of a video, for each frame."""

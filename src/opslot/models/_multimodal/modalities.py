@@ -254,14 +254,18 @@ class _Run:
         rest = {n: x for n, x in kwargs.items() if n not in names}
         return share_images(method, self.dummies[name], given, rest, self.shared[name])
 
-    def end(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
+    def end(self, decoder: Any, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of what reads the features: the others, and the zeros in its inputs."""
         self._run_pending(self.pending)
         zeros, self.zeros = self.zeros, []
-        embeds = kwargs.get("inputs_embeds")
-        if not zeros or embeds is None:
+        if not zeros:
             return None
-        return args, {**kwargs, "inputs_embeds": embeds + torch.stack(zeros).sum().to(embeds.dtype)}
+        zero, embeds = torch.stack(zeros).sum(), kwargs.get("inputs_embeds")
+        if embeds is None:
+            # The language model embeds the tokens itself (Kosmos-2.5).
+            _add_to_next_output(decoder.get_input_embeddings(), zero)
+            return None
+        return args, {**kwargs, "inputs_embeds": embeds + zero.to(embeds.dtype)}
 
     def _run_pending(self, names: list[str]) -> None:
         self.pending = [name for name in self.pending if name not in names]
@@ -294,6 +298,14 @@ class _Run:
             return getattr(type(self.holder), name)(self.holder, *args, **kwargs)
         finally:
             self.computing = before
+
+
+def _add_to_next_output(module: nn.Module, value: Tensor) -> None:
+    def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        handle.remove()
+        return output + value.to(output.dtype)
+
+    handle = module.register_forward_hook(add)
 
 
 def _zero_of_projections(holder: Any) -> Tensor:

@@ -24,6 +24,7 @@ from opslot._base.host_values import host_values
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.documents import cu_seqlens_in
 from opslot.ops._common.ranks import gather_tokens, ranks_of_shards
+from opslot.patchgen.forms import OTHER_STATES
 from opslot.slots.protocol import takes_earlier_tokens, why_by_document
 
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -49,7 +50,8 @@ def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a module, run once for each packed document where tokens may see each other in the module.
 
     Documents come as `cu_seq_lens_q` (or `seq_idx`), which `forward` need not take. Caches are not filled. A rank that
-    holds shards of sequences computes the outputs of its tokens, with the earlier tokens of their documents.
+    holds shards of sequences computes the outputs of its tokens, with the earlier tokens of their documents. The states
+    that cross attention attends to are those of a row, for each document in it.
     """
     parameters = inspect.signature(forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -60,6 +62,9 @@ def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
         cu_seqlens = cu_seqlens_in(kwargs)
         if not takes_any:
             kwargs = {name: value for name, value in kwargs.items() if name in parameters}
+        if kwargs.get("key_value_states") is not None:
+            # Cross attention: no token sees another.
+            return forward(self, *args, **kwargs)
         earlier = takes_earlier_tokens(self)
         ranks = ranks_of_shards(self) if earlier else None
         if ranks is None and (cu_seqlens is None or why_by_document(self) is None):
@@ -159,6 +164,8 @@ def _part(document: Document, batch: int, length: int, name: str, x: Any) -> Any
         return None
     if hasattr(x, "of_document"):
         return x.of_document(document.stop - document.start)
+    if isinstance(x, Tensor) and name in OTHER_STATES:
+        return x.narrow(0, document.row, 1) if x.shape[0] == batch > 1 else x
     if not isinstance(x, Tensor) or not (dims := _token_dims(name, x, batch, length)):
         return x
     rows = [dim for dim in range(dims[0]) if x.shape[dim] == batch]
@@ -180,6 +187,8 @@ def _part(document: Document, batch: int, length: int, name: str, x: Any) -> Any
 def _token_dims(name: str, x: Tensor, batch: int, length: int) -> list[int]:
     """The dims of an argument that are those of the tokens of a row."""
     last = x.dim() - 1
+    if name == "encoder_attention_mask":
+        return [last - 1] if last > 1 and x.shape[last - 1] == length else []
     if "mask" in name or "bias" in name:
         return [dim for dim in range(max(last - 1, 1), last + 1) if x.shape[dim] == length]
     if name == "position_ids":

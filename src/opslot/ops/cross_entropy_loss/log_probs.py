@@ -1,16 +1,18 @@
-"""`return_log_probs=True`: log-probabilities and entropies per token as fields of a model's output."""
+"""What a language model returns beside its loss: log-probabilities per token, and the logits in a tuple."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.cross_entropy_loss.contract import shifted
 from opslot.ops.cross_entropy_loss.low_rank import linear_of
 from opslot.ops.cross_entropy_loss.op import log_probs_of, scaled_and_capped
@@ -33,9 +35,14 @@ def returns_log_probs(forward: Callable[..., Any]) -> Callable[..., Any]:
     always, so the temperature enters it. A head that selects the positions of its loss itself, such as by the
     attention mask, returns the values of those positions.
 
+    A tuple (`return_dict=False`) has the logits in their place, so that the loss is computed from them.
+
     Raises:
         ConfigError: the loss of the model has no slot, there are no labels, or the temperature is not positive.
+        KernelError: a tuple was asked for, and the fused kernel was named explicitly.
     """
+    given = inspect.signature(forward).parameters
+    place = list(given).index("return_dict") - 1 if "return_dict" in given else math.inf
 
     @functools.wraps(forward)
     def with_log_probs(
@@ -49,9 +56,31 @@ def returns_log_probs(forward: Callable[..., Any]) -> Callable[..., Any]:
                 found=f"temperature={temperature} without return_log_probs",
                 hint="pass return_log_probs=True too",
             )
-        return forward(self, *args, **kwargs)
+        as_fields = args[int(place)] if place < len(args) else kwargs.get("return_dict")
+        if as_fields is None:
+            as_fields = getattr(getattr(self, "config", None), "return_dict", True)
+        if as_fields or protocol.bound_kernel(self, _SLOT) is None:
+            return forward(self, *args, **kwargs)
+        return _with_logits(forward, self, args, kwargs)
 
     return with_log_probs
+
+
+def _with_logits(forward: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tuple of Transformers' implementation."""
+    kernel = protocol.bound_kernel(model, _SLOT)
+    fuses = model.training or torch.is_grad_enabled() or protocol.loss_only(model)
+    if kernel.explicit and fuses and (args or kwargs.get("labels") is not None):
+        raise KernelError(
+            f"cross_entropy_loss_implementation={kernel.name!r} cannot be used with return_dict=False: the tuple has "
+            "the logits, which it does not compute",
+            hint="pass return_dict=True, or set cross_entropy_loss_implementation to eager or auto",
+        )
+    protocol.set_kernel(model, _SLOT, None)
+    try:
+        return forward(model, *args, **kwargs)
+    finally:
+        protocol.set_kernel(model, _SLOT, kernel)
 
 
 def _with_log_probs(
