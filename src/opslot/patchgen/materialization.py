@@ -13,7 +13,7 @@ from types import ModuleType
 from opslot._base.errors import PatchError
 from opslot.patchgen.cache import cache_homes, locked, prune, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.source import Release, installed_release
+from opslot.patchgen.source import Release, installed_release, is_elsewhere, modeling_module
 
 GENERATED_PACKAGE = "opslot.generated"
 
@@ -82,18 +82,21 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
     """The file of an architecture's generated module, generated now unless it is in the cache.
 
     Args:
-        arch: architecture, the folder's name under `transformers/models`.
+        arch: architecture, the folder's name under `transformers/models`, or `architecture_from` of another module's.
         patch: the patch; the architecture's own by default.
         release: the Transformers release; the installed one by default.
 
     Returns:
-        Path of a file that ends in `models/<arch>/modeling_<arch>.py`, or in the patch's own `target_file`.
+        Path of a file that ends in `models/<arch>/modeling_<arch>.py`, or in the patch's own `target_file`; of a module
+        outside Transformers in `modules/<arch>/<module>.py`.
     """
     release = release or installed_release()
     # The finder's digest names its entry, so that a process that finds the entry need not find the patch.
     key = cache_key(patch, release) if patch is not None else _finder_key(arch, release)
-    target = patch.target_file if patch is not None else f"modeling_{arch}.py"
-    relative = Path("generated", arch, key, "models", arch, target)
+    # Transformers reads an architecture's name from the path of a file below `models`.
+    folder = "modules" if is_elsewhere(arch) else "models"
+    name = f"{modeling_module(arch).rpartition('.')[2]}.py"
+    relative = Path("generated", arch, key, folder, arch, patch.target_file if patch is not None else name)
     homes = cache_homes()
     if (cached := _cached(homes, relative)) is not None:
         return cached

@@ -1,4 +1,4 @@
-"""Upstream's text: where a Transformers release is on disk, and the symbols of its modules."""
+"""Upstream's text: where a Transformers release is on disk, and the symbols of its modules and of others."""
 
 from __future__ import annotations
 
@@ -33,8 +33,19 @@ _FOLDERS = {
 }
 
 
+# Of the names of architectures outside Transformers. No folder under `transformers/models` begins so.
+_ELSEWHERE = "from__"
+# Underscores that `__` for a dot would make ambiguous.
+_AMBIGUOUS = re.compile(r"(?<![^._])_|_(?=[._]|5f|$)")
+
+
 def modeling_module(arch: str) -> str:
-    """The module that defines an architecture, by the name of its file: that of its folder, but for a few."""
+    """The module that defines an architecture: in Transformers that of its folder, but for a few.
+
+    The inverse of `architecture_in` and of `architecture_from`.
+    """
+    if arch.startswith(_ELSEWHERE):
+        return arch.removeprefix(_ELSEWHERE).replace("__", ".").replace("_5f", "_")
     return f"{PACKAGE}.models.{_FOLDERS.get(arch, arch)}.modeling_{arch}"
 
 
@@ -42,6 +53,19 @@ def architecture_in(module: str) -> str | None:
     """The architecture that a module of Transformers defines; None for other modules."""
     arch = module.rpartition(".modeling_")[2]
     return arch if module == modeling_module(arch) else None
+
+
+def architecture_from(module: str) -> str:
+    """The name of the architecture in any module: as `architecture_in`, else one that only that module has.
+
+    `my_package.modeling_mine` is `from__my_package__modeling_mine`. Underscores next to others or to dots are `_5f`.
+    """
+    return architecture_in(module) or _ELSEWHERE + _AMBIGUOUS.sub("_5f", module).replace(".", "__")
+
+
+def is_elsewhere(arch: str) -> bool:
+    """Whether an architecture is in a module outside Transformers."""
+    return arch.startswith(_ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -61,7 +85,16 @@ class Release:
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
     def module(self, name: str) -> UpstreamModule:
-        """The module of that dotted name, read once."""
+        """The module of that dotted name; those of Transformers are read once.
+
+        Raises:
+            PatchError: the release has no such module, or a module outside Transformers is not imported or has no
+                source.
+        """
+        if name not in self._modules and name.partition(".")[0] != PACKAGE:
+            from opslot.patchgen.own_code import read_module
+
+            self._modules[name] = read_module(name, self)
         if name not in self._modules:
             path = self.path(name)
             try:
@@ -72,7 +105,8 @@ class Release:
                     found=f"no file {path}",
                     hint="use a release that has it",
                 ) from None
-            self._modules[name] = UpstreamModule(name, self.version, text)
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            self._modules[name] = UpstreamModule(name, self.version, text, package)
         return self._modules[name]
 
 
@@ -102,11 +136,28 @@ class Symbol:
 
 @dataclass(frozen=True)
 class UpstreamModule:
-    """The text of one upstream module."""
+    """The text of one upstream module.
+
+    Attributes:
+        name: its dotted name.
+        version: of Transformers.
+        text: its source. Of a module outside Transformers, the definitions that it imports follow.
+        package: what relative imports start from.
+        own: of a module outside Transformers, the functions and classes that are its own; None for Transformers',
+            whose definitions all are.
+        parts: the other modules outside Transformers that `text` has definitions of.
+    """
 
     name: str
     version: str
     text: str
+    package: str = ""
+    own: frozenset[str] | None = None
+    parts: tuple[str, ...] = ()
+
+    def is_own(self, symbol: str) -> bool:
+        """Whether a function, class or method is the module's own, not imported."""
+        return self.own is None or symbol.partition(".")[0] in self.own
 
     @cached_property
     def digest(self) -> str:

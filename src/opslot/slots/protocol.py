@@ -190,9 +190,9 @@ def lost_slots(module: Any) -> str:
     return getattr(module, LOST_SLOTS, "")
 
 
-def copy_upstream_globals(original: type, generated: type) -> None:
-    """Give a generated module the globals that constructors of its original assigned, for an instance of `original`."""
-    source, target = (vars(sys.modules[cls.__module__]) for cls in (original, generated))
+def copy_upstream_globals(original: str, generated: str) -> None:
+    """Give a generated module the globals that its original has now, such as those that constructors assigned."""
+    source, target = (vars(sys.modules[name]) for name in (original, generated))
     target.update({name: source[name] for name in target.get(UPSTREAM_GLOBALS, ()) if name in source})
 
 

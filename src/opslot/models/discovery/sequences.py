@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -116,6 +116,7 @@ class WholeSequences:
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
             if module.fingerprint(f"{name}.forward") in _ON_GLOBAL_SEQUENCES:
                 yield ClassFact(name, ON_GLOBAL_SEQUENCES, True)
+        yield from _mixing_around_layers(module, parts)
         for name in _counting_rows(module):
             yield ClassFact(
                 name, KEEPS_SEQUENCES, f"{name} counts the positions of each row, and takes no position_ids"
@@ -180,6 +181,27 @@ def _mixes(module: ModuleView, name: str) -> str:
         elif not _acts_per_token(module, name, method) and (reason := _mixing_call(module, method, frozenset())):
             return reason
     return ""
+
+
+def _mixing_around_layers(module: ModuleView, parts: Collection[str]) -> Iterator[ClassFact]:
+    """What may mix tokens outside the layers of a model that is not in Transformers.
+
+    In Transformers, packed documents are compared with the documents alone for each architecture.
+    """
+    if module.upstream.own is None:
+        return
+    for name in module.models if not any(_calls_of(module, _MASKS)) else ():
+        yield ClassFact(name, MASKS_WITHOUT_POSITIONS, "its masks are not those of transformers.masking_utils")
+    for name in module.classes:
+        if name in parts or not module.upstream.is_own(name) or _ENCODERS.search(name):
+            continue
+        constructor = module.upstream.find(f"{name}.__init__")
+        made = _modules(constructor) if isinstance(constructor, ast.FunctionDef) else set()
+        unknown = sorted(made - _MODULES - module.classes.keys())
+        called = _MIXES.search(module.text(name))
+        if unknown or called:
+            what = f"has a {unknown[0]}" if unknown else f"calls {called.group(1) if called else ''}"
+            yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {what}, which may mix tokens")
 
 
 def _counting_rows(module: ModuleView) -> Iterator[str]:
