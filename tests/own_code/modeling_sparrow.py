@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, initialization
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,12 +28,15 @@ class RootScale(nn.Module):
         return self.weight * x.to(dtype)
 
 
+def frequencies(config):
+    width = config.hidden_size // config.num_attention_heads
+    return config.rope_base ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
+
+
 class Angles(nn.Module):
     def __init__(self, config):
         super().__init__()
-        width = config.hidden_size // config.num_attention_heads
-        steps = torch.arange(0, width, 2, dtype=torch.float32) / width
-        self.register_buffer("inv_freq", config.rope_base**-steps, persistent=False)
+        self.register_buffer("inv_freq", frequencies(config), persistent=False)
 
     @torch.no_grad()
     def forward(self, x, position_ids):
@@ -153,6 +156,8 @@ class SparrowPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, RootScale):
             nn.init.constant_(module.weight, 1.0)
+        elif isinstance(module, Angles):
+            initialization.copy_(module.inv_freq, frequencies(self.config))
 
 
 class SparrowModel(SparrowPreTrainedModel):

@@ -26,11 +26,17 @@ class WrenRMSNorm(nn.Module):
 class WrenRotary(nn.Module):
     def __init__(self, width, base, longest=64):
         super().__init__()
-        steps = torch.arange(0, width, 2).float() / width
-        angles = torch.outer(torch.arange(longest).float(), base**-steps)
+        self.width, self.base, self.longest = width, base, longest
+        self.register_buffer("cos_cached", torch.empty(longest, width), persistent=False)
+        self.register_buffer("sin_cached", torch.empty(longest, width), persistent=False)
+        self.fill()
+
+    def fill(self):
+        steps = torch.arange(0, self.width, 2).float() / self.width
+        angles = torch.outer(torch.arange(self.longest).float(), self.base**-steps)
         both = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos_cached", both.cos(), persistent=False)
-        self.register_buffer("sin_cached", both.sin(), persistent=False)
+        self.cos_cached.data.copy_(both.cos())
+        self.sin_cached.data.copy_(both.sin())
 
     def forward(self, x, seq_len):
         return self.cos_cached[:seq_len].to(x.dtype), self.sin_cached[:seq_len].to(x.dtype)
@@ -114,6 +120,8 @@ class WrenForCausalLM(PreTrainedModel):
             module.weight.data.normal_(mean=0.0, std=0.02)
         elif isinstance(module, WrenRMSNorm):
             module.weight.data.fill_(1.0)
+        elif isinstance(module, WrenRotary):
+            module.fill()
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
         length = input_ids.shape[1]

@@ -58,26 +58,46 @@ def own_slots(cls: type) -> Found:
             return Found(None, f"methods of {cls.__qualname__} were replaced, or edited in {file} since the import")
     except PatchError as error:
         return Found(None, str(error).splitlines()[0])
+    generated = f"{GENERATED_PACKAGE}.{architecture_from(name)}"
+    # A module may be imported again, with other classes of the same names.
+    if (loaded := sys.modules.get(generated)) is not None and not _is_of(loaded, cls, upstream.digest):
+        del sys.modules[generated]
     module, problem = _generated_from(name, upstream.digest)
     return Found(None if module is None else module._opslot_classes.get(cls.__qualname__), problem)
 
 
-@cache
+def _is_of(generated: ModuleType, cls: type, digest: str) -> bool:
+    """Whether a generated module is that of a class and of its module's source."""
+    made = generated._opslot_classes.get(cls.__qualname__)
+    original = getattr(generated._opslot_original, cls.__qualname__, None)
+    return generated._opslot_source == digest and (made.__bases__[0] if made is not None else original) is cls
+
+
 def _generated_from(name: str, digest: str) -> tuple[ModuleType | None, str]:
     """The generated module of an imported module whose source has that digest; None where no form finds anything, or
     with a problem."""
-    architecture = architecture_from(name)
-    generated = f"{GENERATED_PACKAGE}.{architecture}"
+    problem = _problem_of(name, digest)
+    if problem is not None:
+        return None, problem
+    generated = f"{GENERATED_PACKAGE}.{architecture_from(name)}"
     try:
-        materialize(architecture)
-        if getattr(sys.modules.get(generated), "_opslot_source", digest) != digest:
-            del sys.modules[generated]
         return importlib.import_module(generated), ""
-    except NoPatchError:
-        return None, ""
     except Exception as error:
-        # What a user's code does when its classes are defined again is unknown.
-        return None, f"slots were found in {name}, but its module could not be generated with them: {error}"
+        # What a user's code does when its methods are defined again is unknown.
+        return None, f"slots were found in {name}, but its generated module cannot be imported: {error}"
+
+
+@cache
+def _problem_of(name: str, digest: str) -> str | None:
+    """Why an imported module whose source has that digest has no generated module; None where it has one, "" where no
+    form finds anything."""
+    try:
+        materialize(architecture_from(name))
+    except NoPatchError:
+        return ""
+    except PatchError as error:
+        return f"slots were found in {name}, but its module could not be generated with them: {error}"
+    return None
 
 
 @cache

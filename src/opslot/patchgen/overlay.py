@@ -12,19 +12,10 @@ from typing import Any
 import libcst as cst
 
 from opslot.patchgen.document import Document
+from opslot.patchgen.own_code import changing_decorator
 from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, walk
 from opslot.patchgen.unparsed import Unparsed
 
-# Decorators of classes that leave methods as they are, or that the classes derived from theirs have without them.
-_KEEPS_METHODS = {
-    "add_start_docstrings",
-    "auto_docstring",
-    "no_inherit_decorators",
-    "requires",
-    "use_experts_implementation",
-    "use_kernel_forward_from_hub",
-    "use_kernelized_func",
-}
 _ORIGINAL = "_opslot_original"
 # Before the changes. The original is imported already, except where a generated module is imported by its name.
 _TAKE_NAMES = """
@@ -42,15 +33,6 @@ _opslot_upstream_globals = [
     name for name, value in vars(_opslot_original).items() if globals().get(name) is value and name[:2] != "__"
 ]
 """
-
-
-def changing_decorator(definition: ast.ClassDef) -> str:
-    """The first decorator of a class that may change its methods, or ""."""
-    for decorator in definition.decorator_list:
-        name = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if ast.unparse(name).rpartition(".")[2] not in _KEEPS_METHODS:
-            return ast.unparse(decorator)
-    return ""
 
 
 def keep_changes(document: Document) -> None:

@@ -24,6 +24,17 @@ _LIBRARIES = frozenset(
     | {"causal_conv1d", "fla", "flash_attn", "liger_kernel", "mamba_ssm", "quack"}
 )
 
+# Decorators of classes that leave methods as they are, or that the classes derived from theirs have without them.
+_KEEPS_METHODS = {
+    "add_start_docstrings",
+    "auto_docstring",
+    "no_inherit_decorators",
+    "requires",
+    "use_experts_implementation",
+    "use_kernel_forward_from_hub",
+    "use_kernelized_func",
+}
+
 
 def may_be_read(module: str) -> bool:
     """Whether a module, by its name, is a user's: not one of Transformers, torch, or what wraps models."""
@@ -237,3 +248,12 @@ def _codes(text: str) -> dict[str, list[Any]]:
     for code in collect(compile(text, "<module>", "exec", dont_inherit=True)):
         found.setdefault(code.co_qualname, []).append(code)
     return found
+
+
+def changing_decorator(definition: ast.ClassDef) -> str:
+    """The first decorator of a class that may change its methods, or ""."""
+    for decorator in definition.decorator_list:
+        name = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if ast.unparse(name).rpartition(".")[2] not in _KEEPS_METHODS:
+            return ast.unparse(decorator)
+    return ""
