@@ -120,7 +120,8 @@ def _with_slots(cls: type) -> type | None:
     own = own_slots(cls)
     bases = tuple(base for base in map(_with_slots, cls.__bases__) if base is not None)
     names = dict(_names(cls))
-    if own.problem and hasattr(cls, "base_model_prefix") and not bases:
+    reviewed = any(architecture_of(base, generated=False) is not None for base in cls.__mro__)
+    if own.problem and hasattr(cls, "base_model_prefix") and not reviewed:
         names[UNKNOWN_LAYERS] = f"the code of {cls.__name__} was not read: {own.problem}"
     elif own.generated is None and not bases:
         return None

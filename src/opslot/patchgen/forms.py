@@ -97,14 +97,14 @@ class ModuleView:
         found = [name for name in self.classes if name.endswith("PreTrainedModel")]
         if self.upstream.own is None:
             return found
-        own = [name for name in self.classes if self.upstream.is_own(name) and self._is_model(name)]
+        own = [name for name in self.classes if self.upstream.is_own(name) and self.is_model(name)]
         return [name for name in own if not {*own} & {*self.bases(name)}]
 
-    def _is_model(self, name: str) -> bool:
+    def is_model(self, name: str) -> bool:
         """Whether a class is Transformers' PreTrainedModel, by its name, or derives from it."""
         bases = self.classes[name].bases if name in self.classes else []
         return name.endswith("PreTrainedModel") or any(
-            self._is_model(ast.unparse(base).rpartition(".")[2]) for base in bases
+            self.is_model(ast.unparse(base).rpartition(".")[2]) for base in bases
         )
 
     @cached_property

@@ -192,7 +192,7 @@ def lost_slots(module: Any) -> str:
 
 def copy_upstream_globals(original: str, generated: str) -> None:
     """Give a generated module the globals that its original has now, such as those that constructors assigned."""
-    source, target = (vars(sys.modules[name]) for name in (original, generated))
+    source, target = (vars(sys.modules[name]) if name in sys.modules else {} for name in (original, generated))
     target.update({name: source[name] for name in target.get(UPSTREAM_GLOBALS, ()) if name in source})
 
 

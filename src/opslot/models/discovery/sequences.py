@@ -86,6 +86,8 @@ _MODULES = (
 )
 # Classes of images and audio.
 _ENCODERS = re.compile("(?i)vision|image|audio|qformer|perceiver|resampler")
+# Classes of the features of images and audio, before they are placed between embeddings.
+_PROJECTORS = re.compile("(?i)multimodal|projector|merger|connector")
 # Ends of the expressions that mask scores.
 _MASKED = (".masked_fill(~attention_mask, float('-inf'))", " + attention_mask")
 # In an attention class, what mixes tokens outside of its call of the interface. Transformers' Conv1D is a linear layer.
@@ -190,18 +192,25 @@ def _mixing_around_layers(module: ModuleView, parts: Collection[str]) -> Iterato
     """
     if module.upstream.own is None:
         return
-    for name in module.models if not any(_calls_of(module, _MASKS)) else ():
+    for name in module.models if not _MASKS & module.names else ():
         yield ClassFact(name, MASKS_WITHOUT_POSITIONS, "its masks are not those of transformers.masking_utils")
     for name in module.classes:
-        if name in parts or not module.upstream.is_own(name) or _ENCODERS.search(name):
+        if name in parts or not module.upstream.is_own(name) or _ENCODERS.search(name) or _PROJECTORS.search(name):
             continue
-        constructor = module.upstream.find(f"{name}.__init__")
-        made = _modules(constructor) if isinstance(constructor, ast.FunctionDef) else set()
-        unknown = sorted(made - _MODULES - module.classes.keys())
-        called = _MIXES.search(module.text(name))
-        if unknown or called:
-            what = f"has a {unknown[0]}" if unknown else f"calls {called.group(1) if called else ''}"
-            yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {what}, which may mix tokens")
+        reason = _mixes_in_model(module, name) if module.is_model(name) else _mixes(module, name)
+        if reason and "forward" in module.own_methods(name):
+            yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
+
+
+def _mixes_in_model(module: ModuleView, name: str) -> str:
+    """Why a model may mix tokens itself, in a module or function that does, starting with a verb, or ""."""
+    constructor = module.upstream.find(f"{name}.__init__")
+    made = _modules(constructor) if isinstance(constructor, ast.FunctionDef) else set()
+    if unknown := sorted(made - _MODULES - module.classes.keys()):
+        return f"has a {unknown[0]}, which may mix tokens"
+    called = (ast.unparse(call.func).rpartition(".")[2] for call in find_nodes(ast.Call, module.classes[name]))
+    mixing = next(filter(_MIXES.fullmatch, called), "")
+    return f"calls {mixing}, which may mix tokens" if mixing else ""
 
 
 def _counting_rows(module: ModuleView) -> Iterator[str]:
