@@ -251,13 +251,14 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
     return theirs
 
 
-def registered_class(config: PreTrainedConfig, name: str) -> Any:
-    """The class of that name that a user registered with Transformers' Auto classes for a config class; else None."""
+def registered_class(config: PreTrainedConfig, name: str | None) -> Any:
+    """The class of that name, or the first of any, that a user registered with Transformers' Auto classes for a config
+    class; None without one."""
     from transformers.models.auto import modeling_auto
 
     for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"):
         found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING").get(type(config), None)
-        if isinstance(found, type) and found.__name__ == name:
+        if isinstance(found, type) and name in (None, found.__name__):
             return found
     return None
 

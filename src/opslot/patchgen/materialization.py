@@ -11,11 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.cache import cache_homes, locked, prune, read_sealed, touch, write_sealed
+from opslot.patchgen.cache import cache_homes, locked, prune, prune_elsewhere, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.source import Release, installed_release, is_elsewhere, modeling_module
 
 GENERATED_PACKAGE = "opslot.generated"
+_LONGEST_NAME = 160
 
 
 class NoPatchError(PatchError):
@@ -96,7 +97,10 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
     # Transformers reads an architecture's name from the path of a file below `models`.
     folder = "modules" if is_elsewhere(arch) else "models"
     name = f"{modeling_module(arch).rpartition('.')[2]}.py"
-    relative = Path("generated", arch, key, folder, arch, patch.target_file if patch is not None else name)
+    # File systems have a limit of 255 bytes.
+    digest = hashlib.sha256(arch.encode()).hexdigest()[:16]
+    short = arch if len(arch) <= _LONGEST_NAME else f"{arch[:_LONGEST_NAME]}-{digest}"
+    relative = Path("generated", short, key, folder, short, patch.target_file if patch is not None else name)
     homes = cache_homes()
     if (cached := _cached(homes, relative)) is not None:
         return cached
@@ -115,6 +119,8 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
                 f"cannot write {path}", found=error.strerror or str(error), hint="set OPSLOT_CACHE to another directory"
             ) from error
     prune(path.parents[3])
+    if is_elsewhere(arch):
+        prune_elsewhere(path.parents[4])
     return path
 
 

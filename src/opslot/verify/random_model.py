@@ -50,12 +50,10 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 def _own_class(config: PreTrainedConfig) -> Any:
     """The class beside a config class that is not in Transformers, so that its code was allowed to run before."""
-    auto_map = getattr(config, "auto_map", None) or {}
-    entry = auto_map.get("AutoModelForCausalLM")
-    name = next(iter(config.architectures or ()), None) or (str(entry).rpartition(".")[2] if entry else None)
-    if name is None:
-        return None
-    return shipped_class(config, name, trust_remote_code=True) or registered_class(config, name)
+    shipped = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    name = next(iter(config.architectures or ()), None) or (str(shipped).rpartition(".")[2] if shipped else None)
+    found = None if name is None else shipped_class(config, name, trust_remote_code=True)
+    return found or registered_class(config, name)
 
 
 def random_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, noise: float = _NOISE) -> Any:

@@ -192,18 +192,20 @@ def _mixing_around_layers(module: ModuleView, parts: Collection[str]) -> Iterato
     """
     if module.upstream.own is None:
         return
-    for name in module.models if not _MASKS & module.names else ():
+    own_masks = "ALL_ATTENTION_FUNCTIONS" in module.names and not _MASKS & module.names
+    for name in module.models if own_masks else ():
         yield ClassFact(name, MASKS_WITHOUT_POSITIONS, "its masks are not those of transformers.masking_utils")
     for name in module.classes:
         if name in parts or not module.upstream.is_own(name) or _ENCODERS.search(name) or _PROJECTORS.search(name):
             continue
-        reason = _mixes_in_model(module, name) if module.is_model(name) else _mixes(module, name)
+        known = module.is_model(name) or re.search("(?i)rotary|rope", name)
+        reason = _mixes_in_model(module, name) if known else _mixes(module, name)
         if reason and "forward" in module.own_methods(name):
             yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
 
 
 def _mixes_in_model(module: ModuleView, name: str) -> str:
-    """Why a model may mix tokens itself, in a module or function that does, starting with a verb, or ""."""
+    """Why a model or the angles of its positions may mix tokens, in a module or function that does, or ""."""
     constructor = module.upstream.find(f"{name}.__init__")
     made = _modules(constructor) if isinstance(constructor, ast.FunctionDef) else set()
     if unknown := sorted(made - _MODULES - module.classes.keys()):
