@@ -21,7 +21,9 @@ from opslot.slots.protocol import (
     ATTENTION_OPTIONS,
     SLOTS,
     UNKNOWN_LAYERS,
+    changed_classes,
     derived_from,
+    is_generated_for,
     set_derived_from,
     slot_attribute,
 )
@@ -60,17 +62,10 @@ def own_slots(cls: type) -> Found:
         return Found(None, str(error).splitlines()[0])
     generated = f"{GENERATED_PACKAGE}.{architecture_from(name)}"
     # A module may be imported again, with other classes of the same names.
-    if (loaded := sys.modules.get(generated)) is not None and not _is_of(loaded, cls, upstream.digest):
+    if (loaded := sys.modules.get(generated)) is not None and not is_generated_for(loaded, cls, upstream.digest):
         del sys.modules[generated]
     module, problem = _generated_from(name, upstream.digest)
-    return Found(None if module is None else module._opslot_classes.get(cls.__qualname__), problem)
-
-
-def _is_of(generated: ModuleType, cls: type, digest: str) -> bool:
-    """Whether a generated module is that of a class and of its module's source."""
-    made = generated._opslot_classes.get(cls.__qualname__)
-    original = getattr(generated._opslot_original, cls.__qualname__, None)
-    return generated._opslot_source == digest and (made.__bases__[0] if made is not None else original) is cls
+    return Found(None if module is None else changed_classes(module).get(cls.__qualname__), problem)
 
 
 def _generated_from(name: str, digest: str) -> tuple[ModuleType | None, str]:
@@ -125,9 +120,14 @@ def _with_slots(cls: type) -> type | None:
         names[UNKNOWN_LAYERS] = f"the code of {cls.__name__} was not read: {own.problem}"
     elif own.generated is None and not bases:
         return None
-    if own.generated is None and (inherited := _wrapped_forward(cls)) is not None:
+    if (inherited := _wrapped_forward(cls)) is not None:
         names["forward"] = inherited
-    made: type = type(cls)(cls.__name__, (own.generated or cls, *bases), names)
+    try:
+        made: type = type(cls)(cls.__name__, (own.generated or cls, *bases), names)
+    except Exception as error:
+        # Of a metaclass, or of `__init_subclass__` with arguments.
+        logger.warning("no slots in %s, since no class can be derived from it: %s", cls.__name__, error)
+        return None
     set_derived_from(made, cls)
     declared = {name: spec for base in reversed(made.__mro__) for name, spec in vars(base).get(SLOTS, {}).items()}
     hidden = {name for name in declared if _hider(made, name) is not None}

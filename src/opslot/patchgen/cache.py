@@ -15,7 +15,7 @@ from pathlib import Path
 
 from opslot._base.files import write_text
 from opslot._base.logging import get_logger
-from opslot.patchgen.source import is_elsewhere
+from opslot.patchgen.names import is_elsewhere
 
 logger = get_logger(__name__)
 

@@ -9,13 +9,14 @@ import ast
 import os
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.source import PACKAGE, Definition, Release, UpstreamModule, architecture_in, find_nodes
+from opslot.patchgen.names import PACKAGE, architecture_in
+from opslot.patchgen.upstream import Definition, UpstreamModule, find_nodes
 
 # Packages whose modules compute nothing that an op replaces, or wrap modules of a model.
 _LIBRARIES = frozenset(
@@ -42,11 +43,15 @@ def may_be_read(module: str) -> bool:
     return top not in _LIBRARIES and top not in sys.stdlib_module_names
 
 
-def read_module(name: str, release: Release) -> UpstreamModule:
+def read_module(name: str, version: str, read: Callable[[str], UpstreamModule]) -> UpstreamModule:
     """An imported module outside Transformers, with the definitions that it imports and that opslot may read.
 
     What a class calls in a module beside its own is so known by its code, and so is the model of layers in a file of
     their own, which makes their masks: its definitions follow too, if the modules in the folder have one such model.
+
+    Args:
+        version: of Transformers.
+        read: reads a module of Transformers.
 
     Raises:
         PatchError: it is not imported, or has no Python source.
@@ -55,8 +60,8 @@ def read_module(name: str, release: Release) -> UpstreamModule:
     if module is None:
         raise PatchError(f"{name} is not imported", hint="import it, or name a module of transformers")
     text = source_of(module)
-    own = UpstreamModule(name, release.version, text, _package_of(module))
-    found = _Imported(own, release)
+    own = UpstreamModule(name, version, text, _package_of(module))
+    found = _Imported(own, read)
     for used in sorted(_names(own.tree)):
         found.add(name, used)
     for user, top in _model_around(own):
@@ -64,7 +69,7 @@ def read_module(name: str, release: Release) -> UpstreamModule:
     added = "".join(f"\n\n{text.rstrip()}\n" for text in found.texts.values())
     names = frozenset(key.partition(".")[0] for key in own.definitions)
     parts = dict.fromkeys(part for part, _ in found.texts if architecture_in(part) is None)
-    return UpstreamModule(name, release.version, f"{text.rstrip()}\n{added}", own.package, names, tuple(parts))
+    return UpstreamModule(name, version, f"{text.rstrip()}\n{added}", own.package, names, tuple(parts))
 
 
 def source_of(module: ModuleType) -> str:
@@ -155,8 +160,8 @@ class _Imported:
         texts: the source of each, by its module and name.
     """
 
-    def __init__(self, own: UpstreamModule, release: Release) -> None:
-        self._release = release
+    def __init__(self, own: UpstreamModule, read: Callable[[str], UpstreamModule]) -> None:
+        self._own, self._read = own, read
         self._modules = {own.name: own}
         self._owners = dict.fromkeys((key for key in own.definitions if "." not in key), own.name)
         self.texts: dict[tuple[str, str], str] = {}
@@ -170,7 +175,7 @@ class _Imported:
         waiting = [(module, name)]
         while waiting:
             place = _definition_of(*waiting.pop())
-            if place is None or place in needed or place in self.texts or place[0] == next(iter(self._modules)):
+            if place is None or place in needed or place in self.texts or place[0] == self._own.name:
                 continue
             owner = self._owners.get(place[1], place[0])
             if owner != place[0] or any(place[1] == other for _, other in needed):
@@ -194,9 +199,9 @@ class _Imported:
     def _raw(self, module: str) -> UpstreamModule | None:
         try:
             if architecture_in(module) is not None:
-                return self._release.module(module)
+                return self._read(module)
             found = sys.modules[module]
-            return UpstreamModule(module, self._release.version, source_of(found), _package_of(found))
+            return UpstreamModule(module, self._own.version, source_of(found), _package_of(found))
         except (PatchError, KeyError):
             return None
 
