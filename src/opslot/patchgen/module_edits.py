@@ -13,7 +13,7 @@ from libcst.helpers import get_full_name_for_node
 from opslot._base.errors import PatchError
 from opslot.patchgen.document import Document
 from opslot.patchgen.inheritance import absolute_name
-from opslot.patchgen.overlay import give_names, keep_changes, take_names
+from opslot.patchgen.overlay import keep_changes, make_of_original
 from opslot.patchgen.tree import Replacements, comment, is_docstring, names_below, replace_nodes, walk_statements
 from opslot.patchgen.unparsed import Unparsed
 
@@ -26,11 +26,9 @@ def finish_module(document: Document) -> None:
     _make_imports_absolute(document)
     _drop_import_names(document)
     _add_after_imports(document)
-    if elsewhere:
-        take_names(document)
     _add_at_the_end(document)
     if elsewhere:
-        give_names(document)
+        make_of_original(document)
     _check_dropped_names(document)
     _write_header(document)
 

@@ -1,12 +1,13 @@
 """Generated modules of code outside Transformers: only what edits changed, in classes that derive from the originals.
 
 A module of Transformers is generated whole. Another one may register its classes, or be a script that trains, so
-nothing of it runs again: its generated module takes all other names from it.
+nothing of it runs again.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from typing import Any
 
 import libcst as cst
@@ -17,21 +18,21 @@ from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, walk
 from opslot.patchgen.unparsed import Unparsed
 
 _ORIGINAL = "_opslot_original"
-# Before the changes. The original is imported already, except where a generated module is imported by its name.
-_TAKE_NAMES = """
+# Around the changes. The original is imported already, except where a generated module is imported by its name.
+_HEAD = """
 import importlib as _opslot_importlib
 
+from opslot.patchgen.live_globals import make_classes as _opslot_make_classes
+
 _opslot_original = _opslot_importlib.import_module(MODULE)
-globals().update({name: value for name, value in vars(_opslot_original).items() if not name.startswith("__")})
-"""
-# After them. In methods, the names of the classes mean the originals, as in all code that did not change.
-_GIVE_NAMES = """
 _opslot_source = DIGEST
-_opslot_classes = {name: globals()[name] for name in NAMES}
-globals().update({name: getattr(_opslot_original, name) for name in _opslot_classes})
-_opslot_upstream_globals = [
-    name for name, value in vars(_opslot_original).items() if globals().get(name) is value and name[:2] != "__"
-]
+
+
+def _opslot_make(_opslot_original):
+    pass
+
+
+_opslot_classes = _opslot_make_classes(_opslot_make, _opslot_original, __name__)
 """
 
 
@@ -53,18 +54,22 @@ def keep_changes(document: Document) -> None:
     document.module = document.module.with_changes(header=[], body=body, footer=[])
 
 
-def take_names(document: Document) -> None:
-    """Take all names from the original module, in front of the changes."""
+def make_of_original(document: Document) -> None:
+    """Put the changes into a function that runs with the globals of the original module.
+
+    In their methods, all names mean what they mean there whenever they are read, also those of the changed classes.
+    """
+    names = [node.name.value for node in document.module.body if isinstance(node, cst.ClassDef) and _is_changed(node)]
+    classes = ", ".join(f"{name!r}: {name}" for name in names)
+    end = [f"_opslot_classes = {{{classes}}}", *(f"{name} = {_ORIGINAL}.{name}" for name in names)]
+    made = [*document.module.body, *cst.parse_module("\n".join([*end, "return _opslot_classes"])).body]
     future = [ast.unparse(node) for node in document.upstream.tree.body if _is_future(node)]
-    text = "\n".join([*future, _TAKE_NAMES.replace("MODULE", repr(document.upstream.name))])
-    document.module = document.module.with_changes(body=[*cst.parse_module(text).body, *document.module.body])
-
-
-def give_names(document: Document) -> None:
-    """State the classes of the module at its end, and give their names back to the originals."""
-    names = tuple(n.name.value for n in document.module.body if isinstance(n, cst.ClassDef) and _is_changed(n))
-    text = _GIVE_NAMES.replace("DIGEST", repr(document.upstream.digest)).replace("NAMES", repr(names))
-    document.module = document.module.with_changes(body=[*document.module.body, *cst.parse_module(text).body])
+    head = _HEAD.replace("MODULE", repr(document.upstream.name)).replace("DIGEST", repr(document.upstream.digest))
+    body = [
+        node.with_changes(body=cst.IndentedBlock(body=made)) if isinstance(node, cst.FunctionDef) else node
+        for node in cst.parse_module("\n".join([*future, head])).body
+    ]
+    document.module = document.module.with_changes(body=body)
 
 
 def _is_changed(node: cst.ClassDef) -> bool:
@@ -92,14 +97,15 @@ def _changed_class(document: Document, node: cst.ClassDef) -> cst.ClassDef | Non
     definition, symbol = document.upstream.find(name), document.upstream.symbol(name)
     assert isinstance(definition, ast.ClassDef)
     assert symbol is not None
-    if changing_decorator(definition):
-        return None
     (original,) = cst.parse_module(symbol.text).body
     known = {_code(statement) for statement in _statements(original)}
     changed = [x for x in _statements(node) if _code(x) not in known and not is_docstring(x)]
-    if any(ast.unparse(decorator).startswith("use_experts_") for decorator in definition.decorator_list):
-        # The decorator dispatches to the original's methods.
+    wraps = changing_decorator(definition)
+    if wraps or any(ast.unparse(decorator).startswith("use_experts_") for decorator in definition.decorator_list):
+        # The decorator may dispatch to the original's methods.
         changed = [x for x in changed if not isinstance(x, cst.FunctionDef)]
+    if wraps:
+        changed = [x for x in changed if not re.match(r"_opslot_slots = |_opslot_\w+ = None", _code(x))]
     if not changed:
         return None
     kept = [_with_own_super(x, name) if isinstance(x, cst.FunctionDef) else x for x in changed]
