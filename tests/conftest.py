@@ -102,6 +102,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
+def modules_cache(tmp_path, monkeypatch):
+    """Code that ships with checkpoints is imported from `tmp_path`, and anew in each test."""
+    folder = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
+    monkeypatch.setattr("sys.path", [str(folder), *sys.path])
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
 def unmatched_patterns(pytestconfig) -> dict[str, set[str]]:
     """The patterns of `pytest.mark.quick` that match no parameter, of each test that has some."""
     if not pytestconfig.stash[COLLECTS_ALL]:

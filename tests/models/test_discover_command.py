@@ -12,6 +12,7 @@ from opslot.patchgen.engine import generate
 from opslot.patchgen.materialization import require_patch
 from opslot.patchgen.source import installed_release
 from opslot.patchgen.writing import patch_source
+from tests.own_code import ship
 
 
 def test_command(tmp_path, capsys):
@@ -76,3 +77,21 @@ def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatc
 def test_invalid_usage_of_the_command_raises(arguments, message, tmp_path, capsys):
     assert main(["discover", *(a.format(folder=tmp_path) for a in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_command_reads_code_outside_transformers(tmp_path, modules_cache, capsys):
+    folder = ship("finch", tmp_path / "finch")
+    assert main(["discover", str(folder)]) == 2
+    assert "give --trust-remote-code" in capsys.readouterr().err
+    arguments = ["discover", str(folder), "--trust-remote-code", "--checks", "eager,auto,packed,fsdp,ep,checkpoint"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "FinchExperts " in shown
+    assert "FinchForCausalLM " in shown
+    assert shown.count("passed") == 7
+
+    assert main(["discover", "tests.own_code.modeling_wren", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["architecture"] == "tests.own_code.modeling_wren"
+    assert {"symbol": "WrenMLP", "op": "swiglu_mlp/standard"} in report["matches"]
+    assert {row["symbol"] for row in report["skipped"]} == {"WrenAttention", "apply_rotary_pos_emb"}

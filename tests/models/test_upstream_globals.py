@@ -53,7 +53,7 @@ def test_globals_that_constructors_assign_reach_the_generated_module(monkeypatch
     upstream.ToyMixer.__module__, generated.ToyMixer.__module__ = "toy.upstream", "toy.generated"
     assert generated.is_fast is None
     mixer = upstream.ToyMixer()
-    copy_upstream_globals(type(mixer), generated.ToyMixer)
+    copy_upstream_globals("toy.upstream", "toy.generated")
     mixer.__class__ = generated.ToyMixer
     assert mixer(2) == 6
     assert generated.known is None

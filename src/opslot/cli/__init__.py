@@ -221,11 +221,17 @@ def _add_discover(add: _Add) -> None:
             "  opslot discover mistral --checks eager,auto   only some of the checks\n"
             "  opslot discover mistral --device cuda --dtype bfloat16   check the kernels of a GPU\n"
             "  opslot discover mistral -o patch.py           also write the equivalent patch file\n"
+            "  opslot discover my_package.modeling_mine      a module of your own\n"
             "  opslot discover --all                         every architecture of the installed Transformers"
         ),
     )
     discover.add_argument(
-        "architecture", nargs="?", help="a folder under transformers/models, a model_type, or a folder with config.json"
+        "architecture",
+        nargs="?",
+        help="a folder under transformers/models, a model_type, a folder with config.json, or a dotted module name",
+    )
+    discover.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that ships with the model, and read it"
     )
     discover.add_argument("--all", action="store_true", dest="every", help="all architectures, one line each")
     discover.add_argument(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +16,13 @@ from opslot._base.files import write_text
 from opslot.models.discovery import Discovery, discover, find_patch
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
-from opslot.patchgen.source import installed_release, modeling_module
+from opslot.patchgen.source import architecture_from, installed_release, is_elsewhere, modeling_module
 from opslot.patchgen.writing import patch_source
 from opslot.slots import format_table
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from opslot.verify import ArchitectureCheck
 
 
@@ -38,11 +42,11 @@ def run(options: argparse.Namespace) -> int:
             what = "--verify, --checks, --device, --dtype and -o are for one architecture"
             raise ConfigError(what, hint="name it instead of --all")
         return _all(options.json)
-    arch, config_file = _arch_of(name)
-    report = _report(discover(arch))
+    arch, config = _arch_of(name, options.trust_remote_code)
+    report = _report_of(arch)
     if output and not report["problem"]:
         _write(arch, output)
-    check = _verify(config_file, arch, wanted) if options.verify or wanted else None
+    check = _verify(config, arch, wanted) if options.verify or wanted else None
     if check is not None:
         report |= {"verified": check.ok, "check": check.to_dict()}
     if options.json:
@@ -52,21 +56,31 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report["matches"] and not report["problem"] and report.get("verified", True) else 1
 
 
-def _arch_of(name: str) -> tuple[str, Path | None]:
-    """The folder under `transformers/models` that a folder's name, a model_type or a model's config names."""
+def _arch_of(name: str, trust_remote_code: bool) -> tuple[str, Path | PreTrainedConfig | None]:
+    """The architecture that is named, and the config of a model that is.
+
+    Args:
+        name: a folder's name under `transformers/models`, a model_type, a model's config, or another module.
+        trust_remote_code: allow code that ships with the model to run.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
     path, file = Path(name), None
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
         try:
-            name = json.loads(file.read_text())["model_type"]
+            data = json.loads(file.read_text())
+            name = data["model_type"]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"{file} is not a config.json with a model_type",
                 found=str(error),
                 hint="give the folder of a Hugging Face model, or its config.json",
             ) from error
+        if "auto_map" in data and (trust_remote_code or name not in CONFIG_MAPPING_NAMES):
+            return _shipped(file, trust_remote_code)
+    elif "." in name and name not in CONFIG_MAPPING_NAMES and all(map(str.isidentifier, name.split("."))):
+        return architecture_from(_imported(name)), None
     if name in CONFIG_MAPPING_NAMES:
         return model_type_to_module_name(name), file
     if not installed_release().path(modeling_module(name)).is_file():
@@ -76,10 +90,37 @@ def _arch_of(name: str) -> tuple[str, Path | None]:
             hint=(
                 f"did you mean {', '.join(near)}?"
                 if near
-                else "discovery reads Transformers; a class of your own declares its slots (docs/architectures.md)"
+                else "give a folder under transformers/models, a model's folder, or a module's name with dots"
             ),
         )
     return name, file
+
+
+def _shipped(file: Path, trust_remote_code: bool) -> tuple[str, PreTrainedConfig]:
+    """The architecture in code that ships with a model, and its config."""
+    from opslot.models import load_config
+    from opslot.verify.random_model import class_of
+
+    if not trust_remote_code:
+        raise ConfigError(
+            f"the model of {file} is in Python code that ships with it, which runs only if you allow it",
+            hint="if you trust its author, give --trust-remote-code",
+        )
+    config = load_config(file, trust_remote_code=True)
+    return architecture_from(class_of(config).__module__), config
+
+
+def _imported(name: str) -> str:
+    """The name of a module, imported from the working directory or an installed package."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name).__name__
+    except ImportError as error:
+        raise ConfigError(
+            f"the module {name} cannot be imported", found=str(error), hint="name it as Python imports it"
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 def _patch(arch: str) -> PatchConfig:
@@ -98,11 +139,28 @@ def _write(arch: str, output: str) -> None:
     print(f"wrote {output}", file=sys.stderr)
 
 
-def _verify(file: Path | None, arch: str, wanted: dict[str, Any]) -> ArchitectureCheck:
+def _verify(config: Path | PreTrainedConfig | None, arch: str, wanted: dict[str, Any]) -> ArchitectureCheck:
     from opslot.models import load_config
     from opslot.verify import check_architecture
 
-    return check_architecture(arch if file is None else load_config(file), **wanted)
+    if config is None and is_elsewhere(arch):
+        raise ConfigError(
+            f"no config of a model in {modeling_module(arch)}",
+            hint="give the folder of a model, or call opslot.verify.check_architecture with its config",
+        )
+    given = load_config(config) if isinstance(config, Path) else config
+    return check_architecture(arch if given is None else given, **wanted)
+
+
+def _report_of(arch: str) -> dict[str, Any]:
+    """What is found in an architecture, in the other modules outside Transformers that its module imports too."""
+    report = _report(discover(arch))
+    parts = installed_release().module(modeling_module(arch)).parts
+    for other in (_report(discover(architecture_from(part))) for part in parts):
+        for kind in ("matches", "skipped"):
+            report[kind] += [row for row in other[kind] if row not in report[kind]]
+        report["problem"] = report["problem"] or other["problem"]
+    return report
 
 
 def _report(found: Discovery) -> dict[str, Any]:
@@ -113,7 +171,7 @@ def _report(found: Discovery) -> dict[str, Any]:
     except PatchError as error:
         problem = str(error)
     return {
-        "architecture": found.arch,
+        "architecture": modeling_module(found.arch) if is_elsewhere(found.arch) else found.arch,
         "transformers": installed_release().version,
         "matches": [{"symbol": match.symbol, "op": str(match)} for match in found.matches],
         "skipped": [{"symbol": skip.symbol, "op": skip.op, "reason": skip.reason} for skip in found.skips],
@@ -122,14 +180,16 @@ def _report(found: Discovery) -> dict[str, Any]:
 
 
 def _table(report: dict[str, Any]) -> str:
-    parts = [f"{report['architecture']} in transformers {report['transformers']}"]
+    elsewhere = "." in report["architecture"]
+    parts = [report["architecture"] + ("" if elsewhere else f" in transformers {report['transformers']}")]
     if report["matches"]:
         parts += format_table(("match", "op"), [(row["symbol"], row["op"]) for row in report["matches"]])
     else:
         parts.append("no code that opslot has a form of")
     if report["skipped"]:
         rows = [(row["symbol"], row["op"], row["reason"]) for row in report["skipped"]]
-        parts += ["", *format_table(("skipped (Transformers' implementation)", "op", "because it"), rows)]
+        kept = "its own" if elsewhere else "Transformers'"
+        parts += ["", *format_table((f"skipped ({kept} implementation)", "op", "because it"), rows)]
     if report["problem"]:
         parts += ["", f"The module cannot be generated with these slots:\n{report['problem']}"]
     return "\n".join(parts)

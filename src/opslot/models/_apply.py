@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import types
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
+from opslot.models._own_classes import binds, overridden, own_slots, with_slots
 from opslot.models._registry import architecture_of
-from opslot.models._subclasses import derived, overridden, with_slots
 from opslot.patchgen.source import architecture_in
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
-from opslot.slots.protocol import ADOPT, copy_upstream_globals, derived_from, set_replaced_forward
+from opslot.slots.protocol import (
+    ADOPT,
+    Skipped,
+    copy_upstream_globals,
+    derived_from,
+    set_replaced_forward,
+    skipped_parts,
+)
 from opslot.slots.replaced_forwards import replaced_by
 
 if TYPE_CHECKING:
@@ -34,8 +42,8 @@ def apply(
     references stay as they are. Either everything is bound or, on an error, nothing is changed.
 
     Args:
-        model: any module that contains modules of an architecture in whose code slots are found; `opslot discover`
-            shows them.
+        model: any module that contains modules in whose code slots are found, of Transformers' classes or of others
+            whose source is available; `opslot discover` shows them.
         ops: a config, a mapping of its fields, "auto", "eager" or a preset.
         device, dtype: where and in what the model will compute, when that differs from where it is now.
 
@@ -49,15 +57,16 @@ def apply(
     config = OpsImplementationConfig.make(ops)
     moves = _plan_moves(model)
     already = has_generated_classes(model)
-    if not moves and not already:
+    if not _may_bind(moves) and not already:
         raise ConfigError(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
-            found="; ".join(["no module of an architecture in whose code slots were found", *_skips(model)]),
+            found="; ".join(["no module in whose code slots were found", *_skips(model)]),
             hint=(
-                "see what `opslot discover ARCHITECTURE` finds; a class of your own declares its slots with OpSlot "
-                "(docs/architectures.md)"
+                "see what `opslot discover ARCHITECTURE` finds; a class with code of another form declares its slots "
+                "with OpSlot (docs/architectures.md); OPSLOT_BACKEND=hf trains it as it is"
             ),
         )
+    _report_unread(model)
     for module, old, new in moves:
         _give_class(module, old, new)
     try:
@@ -82,23 +91,45 @@ def apply(
 
 
 def _skips(model: Any) -> list[str]:
-    """What keeps Transformers' implementation in the modules of a model without slots, and why."""
+    """What keeps its implementation in the modules of a model without slots, and why."""
     from opslot.models.discovery.engine import discover
 
     found: dict[str, None] = {}
-    for cls in dict.fromkeys(type(module) for module in model.modules()):
+    for cls in _classes(model):
         arch = architecture_in(cls.__module__)
-        for skip in discover(arch).skips if arch is not None else ():
-            if skip.symbol.partition(".")[0] == cls.__name__:
-                found[f"{skip.op} of {skip.symbol}: it {skip.reason}"] = None
+        own = with_slots(cls)
+        skips = discover(arch).skips if arch is not None else ()
+        parts = [Skipped(skip.op, skip.symbol, skip.reason) for skip in skips]
+        for part in parts if own is None else skipped_parts(own):
+            if part.symbol.partition(".")[0] == cls.__name__:
+                found[f"{part.op} of {part.symbol}: it {part.reason}"] = None
+        if problem := own_slots(cls).problem:
+            found[problem] = None
     return list(found)
 
 
+def _classes(model: Any) -> dict[Any, None]:
+    return dict.fromkeys(type(module) for module in model.modules())
+
+
+def _report_unread(model: Any) -> None:
+    """Log why the code of classes was not read."""
+    for cls in _classes(model):
+        if problem := own_slots(cls).problem:
+            _warn_of_unread(problem)
+
+
+@cache
+def _warn_of_unread(problem: str) -> None:
+    logger.warning("%s; its classes keep their own code, and what declares slots by hand in it", problem)
+
+
 def _give_class(module: Any, old: type, new: type) -> None:
-    found = derived(old) if derived_from(new) is not None else None
-    copy_upstream_globals(*(found or (old, new)))
+    for base in new.__mro__:
+        if (architecture := architecture_of(base, generated=True)) is not None:
+            copy_upstream_globals(architecture.upstream, base.__module__)
     module.__class__ = new
-    if found is not None:
+    if derived_from(new) is not None:
         _record_outputs_of(module)
     problem = overridden(new)
     if "forward" in module.__dict__ and not _move_hooked_forward(module, old, new):
@@ -152,7 +183,12 @@ def _record_outputs_of(module: Any) -> None:
 
 def has_slots(model: Any) -> bool:
     """Whether `apply` would find anything to bind in `model`."""
-    return bool(_plan_moves(model)) or has_generated_classes(model)
+    return _may_bind(_plan_moves(model)) or has_generated_classes(model)
+
+
+def _may_bind(moves: list[tuple[Any, type, type]]) -> bool:
+    """Whether kernels may be bound to any of the modules; not where opslot only knows why there are no slots."""
+    return any(derived_from(new) is None or binds(new) for _, _, new in moves)
 
 
 def has_generated_classes(model: Any) -> bool:
@@ -162,15 +198,16 @@ def has_generated_classes(model: Any) -> bool:
 
 
 def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
-    """(module, class now, generated class) for every module of a known architecture."""
+    """(module, class now, class with slots) for every module of a class in whose architecture there are any."""
     moves: list[tuple[Any, type, type]] = []
     for path, module in model.named_modules():
         cls: Any = type(module)
         architecture = architecture_of(cls, generated=False)
         if architecture is None:
             _check_sharded(path, cls)
-            if derived_from(cls) is None and derived(cls) is not None:
-                moves.append((module, cls, with_slots(cls)))
+            own = with_slots(cls) if derived_from(cls) is None else None
+            if own is not None:
+                moves.append((module, cls, own))
             continue
         new = architecture.generated_class(cls.__name__)
         if new is not None:
@@ -179,9 +216,11 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
 
 
 def _check_sharded(path: str, cls: type) -> None:
-    """Raise for a class that FSDP2 derived from Transformers', which an instance has to keep."""
-    known = any(architecture_of(base, generated=False) for base in cls.__mro__)
-    if cls.__name__.startswith("FSDP") and known and derived_from(cls) is None:
+    """Raise for a class that FSDP2 derived from one with slots, which an instance has to keep."""
+    if not cls.__name__.startswith("FSDP") or derived_from(cls) is not None:
+        return
+    bases: tuple[Any, ...] = cls.__mro__
+    if any(architecture_of(base, generated=False) or with_slots(base) for base in bases):
         raise ConfigError(
             f"{path or 'the model'} is sharded already ({cls.__name__})",
             hint="call opslot.apply before fully_shard",

@@ -220,7 +220,8 @@ def _dtype(value: torch.dtype | str | None, config: PreTrainedConfig) -> torch.d
 
 
 def _model_class(config: PreTrainedConfig, architecture: str | None, backend: str, trust_remote_code: bool) -> type:
-    """The class to construct: Transformers' own, that of a registered architecture, or one beside the checkpoint.
+    """The class to construct: Transformers' own, that of a registered architecture, one beside the checkpoint, or one
+    that the user registered with the Auto classes.
 
     Raises:
         ConfigError: no such class, or nothing in its models gets a slot.
@@ -229,22 +230,25 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
 
     model_type = config.model_type
     name = architecture or _named_class(config) or auto_class_name(config)
+    # As the Auto classes do, code that ships with the checkpoint comes first where it may run.
+    shipped = shipped_class(config, name, True) if trust_remote_code else None
+    if shipped is not None:
+        return shipped
     if backend == "opslot" and serve_model_type(model_type):
         cls = MODELING_REGISTRY.get(model_type)(name)
         # A patch may change what is constructed, which discovered slots never do.
         found = None if model_type in ARCHITECTURES else architecture_of(cls, generated=True)
         return (found and found.upstream_class(name)) or cls
-    theirs: Any = getattr(transformers, name, None)
+    theirs: Any = getattr(transformers, name, None) or registered_class(config, name)
     if theirs is None:
-        theirs = _shipped_class(config, name, trust_remote_code)
-    if theirs is None:
+        shipped_class(config, name, False)
         raise ConfigError(
             f"Transformers has no class {name!r} for model_type {model_type!r}",
             hint="give architecture, or architectures in config.json, the name of one that it has",
         )
-    if backend == "opslot":
+    if backend == "opslot" and theirs.__module__.startswith("transformers."):
         empty = _instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)
-        if not has_slots(empty) and not (theirs.__module__.startswith("transformers.") and _has_layer_norms(empty)):
+        if not has_slots(empty) and not _has_layer_norms(empty):
             MODELING_REGISTRY.get(model_type)
     return theirs
 
@@ -274,7 +278,19 @@ def _bind_everywhere(
     bind(model, ops, device=device, dtype=dtype)
 
 
-def _shipped_class(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Any:
+def registered_class(config: PreTrainedConfig, name: str | None) -> Any:
+    """The class of that name, or the first of any, that a user registered with Transformers' Auto classes for a config
+    class; None without one."""
+    from transformers.models.auto import modeling_auto
+
+    for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"):
+        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING").get(type(config), None)
+        if isinstance(found, type) and name in (None, found.__name__):
+            return found
+    return None
+
+
+def shipped_class(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Any:
     """The class in Python code that ships with the checkpoint, from the config's `auto_map`; None without one.
 
     Raises:

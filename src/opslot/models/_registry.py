@@ -17,7 +17,7 @@ from opslot._base.plugins import load_entry_points
 from opslot.models.discovery.supported import supported_architectures
 from opslot.patchgen import PatchConfig, materialize, register_patch
 from opslot.patchgen.materialization import NoPatchError
-from opslot.patchgen.source import architecture_in, installed_release, modeling_module
+from opslot.patchgen.source import architecture_in, installed_release, is_elsewhere, modeling_module
 from opslot.slots.protocol import SubModel, lost_slots, sub_model
 
 logger = get_logger(__name__)
@@ -81,7 +81,7 @@ class Architecture:
     """An architecture with generated classes.
 
     Attributes:
-        name: Transformers' folder, e.g. "qwen3_moe".
+        name: Transformers' folder, e.g. "qwen3_moe", or `architecture_from` of the name of another module.
         converters: `(model) -> checkpoint converters` for layouts that differ from the model's parameters; None if
             none do.
         plan: `(model) -> ParallelPlan`; None for one that shards the experts that have slots.
@@ -93,7 +93,7 @@ class Architecture:
 
     @property
     def upstream(self) -> str:
-        """The Transformers module whose classes the generated ones replace."""
+        """The module whose classes the generated ones replace."""
         return modeling_module(self.name)
 
     @property
@@ -148,13 +148,15 @@ def _load_entry_points() -> None:
     load_entry_points(ENTRY_POINT_GROUP)
 
 
-_GENERATED = re.compile(r"opslot\.generated\.(\w+)")
+_GENERATED = re.compile(r"opslot\.generated\.([^.]+)")
 
 
 def architecture_of(cls: type, generated: bool) -> Architecture | None:
     """The architecture of a generated class, or of a Transformers class that has a generated counterpart."""
     name = _generated_name(cls.__module__) if generated else architecture_in(cls.__module__)
-    return find_architecture(name) if name else None
+    if name is None:
+        return None
+    return Architecture(name) if is_elsewhere(name) else find_architecture(name)
 
 
 def _generated_name(module: str) -> str | None:

@@ -9,17 +9,19 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from opslot._base.files import write_text
 from opslot._base.logging import get_logger
+from opslot.patchgen.names import is_elsewhere
 
 logger = get_logger(__name__)
 
 _SEAL = "# opslot cache, sha256 of all above: "
 _KEPT_PER_ARCH = 8
+_KEPT_ELSEWHERE = 64
 _UNUSED_SECONDS = 30 * 24 * 3600
 _LOCK_FILE = ".lock"
 # Generating takes seconds. A process that waits for longer does it itself.
@@ -174,8 +176,24 @@ def prune(arch_root: Path) -> None:
     A process whose entry is removed under it keeps running; the next one generates the entry again.
     """
     with contextlib.suppress(OSError):
-        folders = (entry for entry in arch_root.iterdir() if entry.name != _LOCK_FILE)
-        entries = sorted(folders, key=lambda entry: entry.stat().st_mtime, reverse=True)
-        for entry in entries[_KEPT_PER_ARCH:]:
-            if time.time() - entry.stat().st_mtime > _UNUSED_SECONDS:
-                shutil.rmtree(entry, ignore_errors=True)
+        _remove_unused({entry: entry.stat().st_mtime for entry in _entries(arch_root)}, _KEPT_PER_ARCH)
+
+
+def prune_elsewhere(root: Path) -> None:
+    """As `prune`, of architectures outside Transformers: each version of a checkpoint's code is another one."""
+    with contextlib.suppress(OSError):
+        folders = [folder for folder in root.iterdir() if is_elsewhere(folder.name)]
+        if len(folders) > _KEPT_ELSEWHERE:
+            newest = {f: max((e.stat().st_mtime for e in _entries(f)), default=f.stat().st_mtime) for f in folders}
+            _remove_unused(newest, _KEPT_ELSEWHERE)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return [entry for entry in folder.iterdir() if entry.name != _LOCK_FILE]
+
+
+def _remove_unused(times: Mapping[Path, float], kept: int) -> None:
+    """Remove folders beyond the most recently used that were not used this month, by when each was."""
+    for folder in sorted(times, key=lambda folder: times[folder], reverse=True)[kept:]:
+        if time.time() - times[folder] > _UNUSED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -44,7 +45,8 @@ class PatchConfig(TextPrimitives):
     def __init__(
         self, source_module: str, *, target_file: str | None = None, description: str = "", discover: bool = True
     ) -> None:
-        if "." not in source_module:
+        # A user's module may have a name without dots, and is imported.
+        if "." not in source_module and source_module not in sys.modules:
             raise PatchError(
                 f"PatchConfig of {source_module!r}, which is not a dotted module name",
                 hint="name one such as transformers.models.qwen3.modeling_qwen3",

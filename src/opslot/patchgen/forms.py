@@ -96,8 +96,19 @@ class ModuleView:
 
     @cached_property
     def models(self) -> list[str]:
-        """The classes that all models of the module derive from."""
-        return [name for name in self.classes if name.endswith("PreTrainedModel")]
+        """The classes that all models of the module derive from; outside Transformers under any name."""
+        found = [name for name in self.classes if name.endswith("PreTrainedModel")]
+        if self.upstream.own is None:
+            return found
+        own = [name for name in self.classes if self.upstream.is_own(name) and self.is_model(name)]
+        return [name for name in own if not {*own} & {*self.bases(name)}]
+
+    def is_model(self, name: str) -> bool:
+        """Whether a class is Transformers' PreTrainedModel, by its name, or derives from it."""
+        bases = self.classes[name].bases if name in self.classes else []
+        return name.endswith("PreTrainedModel") or any(
+            self.is_model(ast.unparse(base).rpartition(".")[2]) for base in bases
+        )
 
     @cached_property
     def tables(self) -> dict[str, set[str]]:

@@ -62,14 +62,14 @@ def _import_names(text: str, module: UpstreamModule, document: Document, edit: I
 
 def module_bindings(module: UpstreamModule) -> dict[str, str]:
     """For each global name of a module, an absolute import statement that binds it."""
-    return {name: statement for node in module.tree.body for name, statement in _bound_by(node, module.name)}
+    return {name: statement for node in module.tree.body for name, statement in _bound_by(node, module)}
 
 
-def _bound_by(node: ast.stmt, module: str) -> Iterator[tuple[str, str]]:
+def _bound_by(node: ast.stmt, module: UpstreamModule) -> Iterator[tuple[str, str]]:
     """The names that a statement of a module binds."""
     match node:
         case ast.ImportFrom():
-            source = absolute_name(module, node.level, node.module)
+            source = absolute_name(module.package, node.level, node.module)
             for alias in node.names:
                 renamed = f" as {alias.asname}" if alias.asname else ""
                 yield alias.asname or alias.name, f"from {source} import {alias.name}{renamed}"
@@ -80,19 +80,20 @@ def _bound_by(node: ast.stmt, module: str) -> Iterator[tuple[str, str]]:
                     (alias.asname, f"import {alias.name} as {alias.asname}") if alias.asname else (top, f"import {top}")
                 )
         case ast.FunctionDef() | ast.ClassDef():
-            yield node.name, f"from {module} import {node.name}"
+            yield node.name, f"from {module.name} import {node.name}"
         case ast.Assign() | ast.AnnAssign():
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from ((x.id, f"from {module} import {x.id}") for x in targets if isinstance(x, ast.Name))
+            yield from ((x.id, f"from {module.name} import {x.id}") for x in targets if isinstance(x, ast.Name))
 
 
-def absolute_name(module: str, level: int, name: str | None) -> str:
-    """The absolute name of `from {'.' * level}{name} import ...` written in `module`."""
+def absolute_name(package: str, level: int, name: str | None) -> str:
+    """The absolute name of `from {'.' * level}{name} import ...` written in a module of `package`."""
     if level == 0:
         assert name is not None
         return name
-    package = module.split(".")[:-level]
-    return ".".join([*package, name] if name else package)
+    parts = package.split(".")
+    parts = parts[: len(parts) - level + 1]
+    return ".".join([*parts, name] if name else parts)
 
 
 def _same_object(first: str, second: str) -> bool:

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.cache import cache_homes, locked, prune, read_sealed, touch, write_sealed
+from opslot.patchgen.cache import cache_homes, locked, prune, prune_elsewhere, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.source import Release, installed_release
+from opslot.patchgen.source import Release, installed_release, is_elsewhere, modeling_module
 
 GENERATED_PACKAGE = "opslot.generated"
+_LONGEST_NAME = 160
 
 
 class NoPatchError(PatchError):
@@ -82,18 +83,24 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
     """The file of an architecture's generated module, generated now unless it is in the cache.
 
     Args:
-        arch: architecture, the folder's name under `transformers/models`.
+        arch: architecture, the folder's name under `transformers/models`, or `architecture_from` of another module's.
         patch: the patch; the architecture's own by default.
         release: the Transformers release; the installed one by default.
 
     Returns:
-        Path of a file that ends in `models/<arch>/modeling_<arch>.py`, or in the patch's own `target_file`.
+        Path of a file that ends in `models/<arch>/modeling_<arch>.py`, or in the patch's own `target_file`; of a module
+        outside Transformers in `modules/<arch>/<module>.py`.
     """
     release = release or installed_release()
     # The finder's digest names its entry, so that a process that finds the entry need not find the patch.
     key = cache_key(patch, release) if patch is not None else _finder_key(arch, release)
-    target = patch.target_file if patch is not None else f"modeling_{arch}.py"
-    relative = Path("generated", arch, key, "models", arch, target)
+    # Transformers reads an architecture's name from the path of a file below `models`.
+    folder = "modules" if is_elsewhere(arch) else "models"
+    name = f"{modeling_module(arch).rpartition('.')[2]}.py"
+    # File systems have a limit of 255 bytes.
+    digest = hashlib.sha256(arch.encode()).hexdigest()[:16]
+    short = arch if len(arch) <= _LONGEST_NAME else f"{arch[:_LONGEST_NAME]}-{digest}"
+    relative = Path("generated", short, key, folder, short, patch.target_file if patch is not None else name)
     homes = cache_homes()
     if (cached := _cached(homes, relative)) is not None:
         return cached
@@ -112,6 +119,8 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
                 f"cannot write {path}", found=error.strerror or str(error), hint="set OPSLOT_CACHE to another directory"
             ) from error
     prune(path.parents[3])
+    if is_elsewhere(arch):
+        prune_elsewhere(path.parents[4])
     return path
 
 

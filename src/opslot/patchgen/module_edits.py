@@ -13,16 +13,22 @@ from libcst.helpers import get_full_name_for_node
 from opslot._base.errors import PatchError
 from opslot.patchgen.document import Document
 from opslot.patchgen.inheritance import absolute_name
+from opslot.patchgen.overlay import keep_changes, make_of_original
 from opslot.patchgen.tree import Replacements, comment, is_docstring, names_below, replace_nodes, walk_statements
 from opslot.patchgen.unparsed import Unparsed
 
 
 def finish_module(document: Document) -> None:
     """Make imports absolute, add and drop imports, add helpers, and write the header."""
+    elsewhere = document.upstream.own is not None
+    if elsewhere:
+        keep_changes(document)
     _make_imports_absolute(document)
     _drop_import_names(document)
     _add_after_imports(document)
     _add_at_the_end(document)
+    if elsewhere:
+        make_of_original(document)
     _check_dropped_names(document)
     _write_header(document)
 
@@ -32,7 +38,7 @@ def _make_imports_absolute(document: Document) -> None:
 
     def swaps(statement: cst.CSTNode) -> Replacements:
         relative = [n for n in walk_statements(statement) if type(n) is cst.ImportFrom and n.relative]
-        return {id(node): _absolute(node, document.patch.source_module) for node in relative}
+        return {id(node): _absolute(node, document.upstream.package) for node in relative}
 
     _replace_statements(document, swaps)
 
@@ -47,9 +53,9 @@ def _replace_statements(document: Document, swaps: Callable[[cst.CSTNode], Repla
     document.module = document.module.with_changes(body=body)
 
 
-def _absolute(node: cst.ImportFrom, module: str) -> cst.ImportFrom:
+def _absolute(node: cst.ImportFrom, package: str) -> cst.ImportFrom:
     name = get_full_name_for_node(node.module) if node.module else None
-    absolute = absolute_name(module, len(node.relative), name)
+    absolute = absolute_name(package, len(node.relative), name)
     return node.with_changes(relative=[], module=_dotted(absolute))
 
 
@@ -183,10 +189,15 @@ def _end_of_imports(body: Sequence[cst.CSTNode]) -> int:
 
 def _write_header(document: Document) -> None:
     patch = document.patch
-    origin = f"{patch.source_module} of transformers {document.release.version}"
+    transformers = f"transformers {document.release.version}"
+    elsewhere = document.upstream.own is not None
+    origin = patch.source_module if elsewhere else f"{patch.source_module} of {transformers}"
+    made = "Upstream's licence, above, holds. Changes made to upstream's text:"
+    if elsewhere:
+        made = "Changes made to methods of its classes:"
     lines = [
         f"Generated from {origin} by opslot patchgen; do not edit.",
-        "Upstream's licence, above, holds. Changes made to upstream's text:",
+        made,
         *(f"  Patch.{number}: {edit.summary}" for number, edit in enumerate(patch.edits, 1)),
         *(f"  import: {spec.statement}" for spec in patch.additional_imports),
         *(f"  import dropped: {name}" for name in patch.dropped_imports),
@@ -197,7 +208,8 @@ def _write_header(document: Document) -> None:
     body = list(document.module.body)
     if not body or not is_docstring(body[0]):
         summary = patch.description or "Upstream's modeling code with slots for kernels"
-        docstring = f'"""{summary}; generated from transformers {document.release.version}, do not edit."""'
+        origin = patch.source_module if elsewhere else transformers
+        docstring = f'"""{summary}; generated from {origin}, do not edit."""'
         if body:
             body[0] = body[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *body[0].leading_lines])
         body[:0] = [cst.SimpleStatementLine([cst.Expr(cst.SimpleString(docstring))])]

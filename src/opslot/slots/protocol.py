@@ -19,7 +19,9 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_derived_from`: of a class that `apply` made for instances of a user's class, that class.
 - `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
 
-On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
+On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers. On that of a
+module outside Transformers `_opslot_original`, that module; `_opslot_source`, the hash of what was read of it; and
+`_opslot_classes`, its changed classes by name.
 
 On an instance, in its `__dict__` alone, so that state_dict and parameters do not include it: the kernel in
 `_opslot_<slot>`, its wrappers, and what undoes a binding.
@@ -50,6 +52,9 @@ READS_PADDING = PREFIX + "reads_padding"
 FIRST_PADDING, ALL_PADDING = "first", "all"
 LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
+_ORIGINAL = PREFIX + "original"
+_SOURCE = PREFIX + "source"
+_CLASSES = PREFIX + "classes"
 ADOPT = PREFIX + "adopt"
 SUB_MODEL = PREFIX + "sub_model"
 _DERIVED_FROM = PREFIX + "derived_from"
@@ -190,10 +195,22 @@ def lost_slots(module: Any) -> str:
     return getattr(module, LOST_SLOTS, "")
 
 
-def copy_upstream_globals(original: type, generated: type) -> None:
-    """Give a generated module the globals that constructors of its original assigned, for an instance of `original`."""
-    source, target = (vars(sys.modules[cls.__module__]) for cls in (original, generated))
+def copy_upstream_globals(original: str, generated: str) -> None:
+    """Give a generated module the globals that its original has now, such as those that constructors assigned."""
+    source, target = (vars(sys.modules[name]) if name in sys.modules else {} for name in (original, generated))
     target.update({name: source[name] for name in target.get(UPSTREAM_GLOBALS, ()) if name in source})
+
+
+def changed_classes(generated: Any) -> dict[str, type]:
+    """The classes of a generated module of code outside Transformers, each derived from the original of its name."""
+    return getattr(generated, _CLASSES)
+
+
+def is_generated_for(generated: Any, cls: type, digest: str) -> bool:
+    """Whether such a module was generated for a class, from the source with that hash."""
+    made = changed_classes(generated).get(cls.__qualname__)
+    original = made.__bases__[0] if made is not None else getattr(getattr(generated, _ORIGINAL), cls.__qualname__, None)
+    return getattr(generated, _SOURCE) == digest and original is cls
 
 
 def derived_from(cls: type) -> Any:

@@ -286,6 +286,7 @@ class ConfigChecks:
             "float32",
             ops_implementation="eager",
             architecture=type(original).__name__,
+            trust_remote_code=not type(self.config).__module__.startswith("transformers."),
         )
         yield "saved by Transformers", built
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from opslot._base.errors import ConfigError
-from opslot.models._build import auto_class_name
+from opslot.models._build import auto_class_name, registered_class, shipped_class
 from opslot.models._own_loss import averages_its_own_labels
 from opslot.models._registry import declared_sub_model
 
@@ -29,13 +29,15 @@ _RELATIVE, _FLOOR = 1e-3, 1e-6
 
 
 def class_of(config: PreTrainedConfig) -> Any:
-    """Transformers' class of a config's model with a language model's loss.
+    """The class of a config's model with a language model's loss: Transformers', or that of a config class elsewhere.
 
     Raises:
         ConfigError: there is none.
     """
     import transformers
 
+    if not type(config).__module__.startswith("transformers.") and (own := _own_class(config)) is not None:
+        return own
     try:
         name = auto_class_name(config, masked=True)
     except ConfigError as error:
@@ -44,6 +46,14 @@ def class_of(config: PreTrainedConfig) -> Any:
             hint="opslot.apply binds kernels to models without one; compare their outputs with those before it",
         ) from error
     return getattr(transformers, name)
+
+
+def _own_class(config: PreTrainedConfig) -> Any:
+    """The class beside a config class that is not in Transformers, so that its code was allowed to run before."""
+    shipped = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    name = next(iter(config.architectures or ()), None) or (str(shipped).rpartition(".")[2] if shipped else None)
+    found = None if name is None else shipped_class(config, name, trust_remote_code=True)
+    return found or registered_class(config, name)
 
 
 def random_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, noise: float = _NOISE) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot.models._multimodal.decoder import decoder_in
+from opslot.slots.protocol import derived_from
 
 Inputs = dict[str, Tensor]
 
@@ -71,8 +72,9 @@ def count_features(outputs: Any) -> int:
 
 
 def _copy(holder: Any) -> Any:
-    modules = ("transformers.", "opslot.generated.")
-    cls: Any = next(cls for cls in type(holder).__mro__ if cls.__module__.startswith(modules))
+    modules = ("transformers.models.", "opslot.generated.")
+    found = (cls for cls in type(holder).__mro__ if cls.__module__.startswith(modules))
+    cls: Any = next(found, derived_from(type(holder)) or type(holder))
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(holder.config), attn_implementation="eager", dtype=torch.float32)
     decoder = set(decoder_in(model).modules())

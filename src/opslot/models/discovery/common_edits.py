@@ -17,10 +17,15 @@ _GENERIC_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQue
 
 def add_common_edits(patch: PatchConfig, module: ModuleView) -> None:
     """Add to a patch what every generated module needs."""
-    _hold_generated_backbones(patch, module)
-    _define_globals(patch, module)
+    # Generated classes outside Transformers derive from the originals, from which they have the rest.
+    whole = module.upstream.own is None
+    if whole:
+        _hold_generated_backbones(patch, module)
+        _define_globals(patch, module)
     _separate_documents(patch, module)
     _select_frequencies_per_document(patch, module)
+    if not whole:
+        return
     _record_outputs(patch)
     for name in module.models:
         _convert_checkpoints(patch, name)

@@ -7,7 +7,7 @@ implementation, and what looks like an op's is reported as skipped, with the rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,8 +15,9 @@ from opslot.models.discovery.by_document import run_by_document
 from opslot.models.discovery.collected_forms import all_forms, forms_digest
 from opslot.models.discovery.common_edits import add_common_edits
 from opslot.patchgen import PatchConfig
-from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip
-from opslot.patchgen.source import Release, installed_release, modeling_module
+from opslot.patchgen.forms import ClassFact, Finding, Match, ModuleView, Skip
+from opslot.patchgen.own_code import changing_decorator
+from opslot.patchgen.source import Release, installed_release, is_elsewhere, modeling_module
 from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, SKIPPED
 
 # Ops whose kernels take the boundaries of documents. A class whose recurrence has no slot is skipped by one of them.
@@ -28,7 +29,7 @@ class Discovery:
     """What was found in one architecture.
 
     Attributes:
-        arch: the folder's name under `transformers/models`.
+        arch: the folder's name under `transformers/models`, or `architecture_from` of another module's.
         patch: the edits that give its matches their slots.
         matches: upstream code that an op replaces.
         skips: upstream code that looks like an op's and keeps Transformers' implementation.
@@ -44,22 +45,25 @@ def discover(arch: str, release: Release | None = None) -> Discovery:
     """Find the slots of an architecture in its upstream source.
 
     Args:
-        arch: the folder's name under `transformers/models`, e.g. "mistral".
+        arch: the folder's name under `transformers/models`, e.g. "mistral", or `architecture_from` of the name of
+            another module, which is imported.
         release: the Transformers release; the installed one by default.
 
     Raises:
-        PatchError: unknown architecture.
+        PatchError: unknown architecture, or a module without source.
     """
-    return _discover(arch, release or installed_release(), forms_digest())
+    release = release or installed_release()
+    return _discover(arch, release, release.module(modeling_module(arch)).digest, forms_digest())
 
 
 @lru_cache(maxsize=64)
-def _discover(arch: str, release: Release, digest: str) -> Discovery:
+def _discover(arch: str, release: Release, *digests: str) -> Discovery:
     module = ModuleView(release.module(modeling_module(arch)))
-    found = [finding for form in all_forms() for finding in form.find(module)]
+    found = list(_findings(module))
     matches = tuple(finding for finding in found if isinstance(finding, Match))
     skips = tuple(finding for finding in found if isinstance(finding, Skip))
-    patch = PatchConfig(module.upstream.name, description=f"{arch} with slots for kernels")
+    name = module.upstream.name if is_elsewhere(arch) else arch
+    patch = PatchConfig(module.upstream.name, description=f"{name} with slots for kernels")
     for match in matches:
         match.write(patch)
     for skip in skips:
@@ -78,6 +82,38 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
     for name, entries in _by_class(module, skips).items():
         patch.set_attribute(name, SKIPPED, entries)
     return Discovery(arch, patch, matches, skips)
+
+
+def _findings(module: ModuleView) -> Iterator[Finding]:
+    """What all forms find in a module's own code."""
+    for form in all_forms():
+        for finding in form.find(module):
+            own = finding if module.upstream.own is None else _of_own_code(module, finding)
+            if own is not None:
+                yield own
+
+
+def _of_own_code(module: ModuleView, finding: Finding) -> Finding | None:
+    """A finding in a module outside Transformers; None for one in an imported class, or in one with slots by hand.
+
+    An imported function has slots in the methods of the module that call it.
+    """
+    symbol = finding.name if isinstance(finding, ClassFact) else finding.symbol
+    owner = symbol.partition(".")[0]
+    if owner not in module.classes:
+        callers = module.callers(owner)
+        unused = not callers and isinstance(finding, Skip) and module.upstream.is_own(owner)
+        return finding if unused or any(map(module.upstream.is_own, callers)) else None
+    if not module.upstream.is_own(owner):
+        return None
+    if isinstance(finding, ClassFact):
+        return finding
+    if "OpSlot(" in module.text(owner):
+        return None
+    decorator = changing_decorator(module.classes[owner])
+    if decorator and isinstance(finding, Match):
+        return Skip(finding.symbol, finding.op, f"has the decorator {decorator}, which may change its methods")
+    return finding
 
 
 def _has_only_slots(ops: set[str], name: str, matches: Iterable[Match], skips: Iterable[Skip]) -> bool:

@@ -12,7 +12,7 @@ from opslot.models.discovery.engine import discover
 from opslot.models.discovery.supported import lock_digest, lost_slots, supported_architectures
 from opslot.patchgen import PatchConfig, PatchError
 from opslot.patchgen.materialization import REGISTERED_PATCHES
-from opslot.patchgen.source import Release, modeling_module
+from opslot.patchgen.source import Release, is_elsewhere, modeling_module
 from opslot.slots.protocol import LOST_SLOTS
 
 MODELS_PACKAGE = "opslot.models"
@@ -48,7 +48,8 @@ def find_patch(arch: str, release: Release) -> PatchConfig | None:
         found = discover(arch, release)
     except PatchError:
         return added
-    if not found.matches and added is None and arch not in supported_architectures():
+    known = arch in supported_architectures() or (is_elsewhere(arch) and found.patch.edits)
+    if not found.matches and added is None and not known:
         return None
     # A copy: what is found is kept for the next call.
     patch = _extended(found.patch, added)
@@ -75,7 +76,7 @@ def _extended(found: PatchConfig, added: PatchConfig | None) -> PatchConfig:
 
 
 def digest(arch: str, release: Release) -> str | None:
-    """Hash of everything that `find_patch` depends on; None for an architecture that Transformers does not have."""
+    """Hash of everything that `find_patch` depends on; None for an architecture whose code is not there."""
     added = additions(arch)
     texts = [] if added is None else [added.digest, *(release.module(name).digest for name in added.upstream_modules)]
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -86,6 +86,8 @@ _MODULES = (
 )
 # Classes of images and audio.
 _ENCODERS = re.compile("(?i)vision|image|audio|qformer|perceiver|resampler")
+# Classes of the features of images and audio, before they are placed between embeddings.
+_PROJECTORS = re.compile("(?i)multimodal|projector|merger|connector")
 # Ends of the expressions that mask scores.
 _MASKED = (".masked_fill(~attention_mask, float('-inf'))", " + attention_mask")
 # In an attention class, what mixes tokens outside of its call of the interface. Transformers' Conv1D is a linear layer.
@@ -116,6 +118,7 @@ class WholeSequences:
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
             if module.fingerprint(f"{name}.forward") in _ON_GLOBAL_SEQUENCES:
                 yield ClassFact(name, ON_GLOBAL_SEQUENCES, True)
+        yield from _mixing_around_layers(module, parts)
         for name in _counting_rows(module):
             yield ClassFact(
                 name, KEEPS_SEQUENCES, f"{name} counts the positions of each row, and takes no position_ids"
@@ -180,6 +183,36 @@ def _mixes(module: ModuleView, name: str) -> str:
         elif not _acts_per_token(module, name, method) and (reason := _mixing_call(module, method, frozenset())):
             return reason
     return ""
+
+
+def _mixing_around_layers(module: ModuleView, parts: Collection[str]) -> Iterator[ClassFact]:
+    """What may mix tokens outside the layers of a model that is not in Transformers.
+
+    In Transformers, packed documents are compared with the documents alone for each architecture.
+    """
+    if module.upstream.own is None:
+        return
+    own_masks = "ALL_ATTENTION_FUNCTIONS" in module.names and not _MASKS & module.names
+    for name in module.models if own_masks else ():
+        yield ClassFact(name, MASKS_WITHOUT_POSITIONS, "its masks are not those of transformers.masking_utils")
+    for name in module.classes:
+        if name in parts or not module.upstream.is_own(name) or _ENCODERS.search(name) or _PROJECTORS.search(name):
+            continue
+        known = module.is_model(name) or re.search("(?i)rotary|rope", name)
+        reason = _mixes_in_model(module, name) if known else _mixes(module, name)
+        if reason and "forward" in module.own_methods(name):
+            yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
+
+
+def _mixes_in_model(module: ModuleView, name: str) -> str:
+    """Why a model or the angles of its positions may mix tokens, in a module or function that does, or ""."""
+    constructor = module.upstream.find(f"{name}.__init__")
+    made = _modules(constructor) if isinstance(constructor, ast.FunctionDef) else set()
+    if unknown := sorted(made - _MODULES - module.classes.keys()):
+        return f"has a {unknown[0]}, which may mix tokens"
+    called = (ast.unparse(call.func).rpartition(".")[2] for call in find_nodes(ast.Call, module.classes[name]))
+    mixing = next(filter(_MIXES.fullmatch, called), "")
+    return f"calls {mixing}, which may mix tokens" if mixing else ""
 
 
 def _counting_rows(module: ModuleView) -> Iterator[str]:

@@ -1,0 +1,227 @@
+"""Slots for instances of classes outside Transformers: a user's, another package's, or shipped with a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from opslot._base.errors import PatchError
+from opslot._base.logging import get_logger
+from opslot.models._registry import architecture_of
+from opslot.patchgen import materialize
+from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError
+from opslot.patchgen.own_code import may_be_read, unchanged
+from opslot.patchgen.source import architecture_from, installed_release
+from opslot.slots.protocol import (
+    ATTENTION_OPTIONS,
+    SLOTS,
+    UNKNOWN_LAYERS,
+    changed_classes,
+    derived_from,
+    is_generated_for,
+    set_derived_from,
+    slot_attribute,
+)
+
+logger = get_logger(__name__)
+
+
+class Found(NamedTuple):
+    """What discovery found in the code of a class.
+
+    Attributes:
+        generated: the class with what its edits changed, which derives from it; None where there is nothing.
+        problem: why its code was not read, or "".
+    """
+
+    generated: type | None
+    problem: str = ""
+
+
+@cache
+def own_slots(cls: type) -> Found:
+    """The class with slots that is generated from the source of a class outside Transformers and torch."""
+    name = cls.__module__
+    if not may_be_read(name) or derived_from(cls) is not None:
+        return Found(None)
+    if getattr(sys.modules.get(name), cls.__qualname__, None) is not cls:
+        return Found(None, f"{cls.__qualname__} is not a class at the top level of the module {name}")
+    try:
+        upstream = installed_release().module(name)
+        if upstream.find(cls.__qualname__) is None:
+            return Found(None, f"the file of {name} does not define {cls.__qualname__}")
+        if not unchanged(cls, upstream):
+            file = sys.modules[name].__file__
+            return Found(None, f"methods of {cls.__qualname__} were replaced, or edited in {file} since the import")
+    except PatchError as error:
+        return Found(None, str(error).splitlines()[0])
+    generated = f"{GENERATED_PACKAGE}.{architecture_from(name)}"
+    # A module may be imported again, with other classes of the same names.
+    if (loaded := sys.modules.get(generated)) is not None and not is_generated_for(loaded, cls, upstream.digest):
+        del sys.modules[generated]
+    module, problem = _generated_from(name, upstream.digest)
+    return Found(None if module is None else changed_classes(module).get(cls.__qualname__), problem)
+
+
+def _generated_from(name: str, digest: str) -> tuple[ModuleType | None, str]:
+    """The generated module of an imported module whose source has that digest; None where no form finds anything, or
+    with a problem."""
+    problem = _problem_of(name, digest)
+    if problem is not None:
+        return None, problem
+    generated = f"{GENERATED_PACKAGE}.{architecture_from(name)}"
+    try:
+        return importlib.import_module(generated), ""
+    except Exception as error:
+        # What a user's code does when its methods are defined again is unknown.
+        return None, f"slots were found in {name}, but its generated module cannot be imported: {error}"
+
+
+@cache
+def _problem_of(name: str, digest: str) -> str | None:
+    """Why an imported module whose source has that digest has no generated module; None where it has one, "" where no
+    form finds anything."""
+    try:
+        materialize(architecture_from(name))
+    except NoPatchError:
+        return ""
+    except PatchError as error:
+        return f"slots were found in {name}, but its module could not be generated with them: {error}"
+    return None
+
+
+@cache
+def with_slots(cls: type) -> type | None:
+    """A class like `cls` with the slots of its own code and of the classes that it derives from; None without any.
+
+    `super()` in its methods calls those with slots. The same class for each call.
+    """
+    # Transformers' architectures that build on another's classes have no slots in their own modules.
+    return None if cls.__module__.startswith("transformers.") else _with_slots(cls)
+
+
+@cache
+def _with_slots(cls: type) -> type | None:
+    architecture = architecture_of(cls, generated=False)
+    generated = architecture.generated_class(cls.__name__) if architecture is not None else None
+    if generated is not None:
+        # In the order of resolution: the methods with slots, then those of the class that they replace.
+        return type(cls.__name__, (generated, cls), {})
+    own = own_slots(cls)
+    bases = tuple(base for base in map(_with_slots, cls.__bases__) if base is not None)
+    names = dict(_names(cls))
+    reviewed = any(architecture_of(base, generated=False) is not None for base in cls.__mro__)
+    if own.problem and hasattr(cls, "base_model_prefix") and not reviewed:
+        names[UNKNOWN_LAYERS] = f"the code of {cls.__name__} was not read: {own.problem}"
+    elif own.generated is None and not bases:
+        return None
+    if (inherited := _wrapped_forward(cls)) is not None:
+        names["forward"] = inherited
+    try:
+        made: type = type(cls)(cls.__name__, (own.generated or cls, *bases), names)
+    except Exception as error:
+        # Of a metaclass, or of `__init_subclass__` with arguments.
+        logger.warning("no slots in %s, since no class can be derived from it: %s", cls.__name__, error)
+        return None
+    set_derived_from(made, cls)
+    declared = {name: spec for base in reversed(made.__mro__) for name, spec in vars(base).get(SLOTS, {}).items()}
+    hidden = {name for name in declared if _hider(made, name) is not None}
+    if declared:
+        setattr(made, SLOTS, declared if hidden == declared.keys() else _without(declared, hidden))
+    return made
+
+
+def _wrapped_forward(cls: type) -> Any:
+    """With slots, the forward of a base that a class only wraps, as all subclasses of Transformers' layers do."""
+    own = inspect.unwrap(vars(cls)["forward"]) if "forward" in vars(cls) else None
+    if own is None:
+        return None
+    wrapped = (base for base in cls.__bases__ if inspect.unwrap(getattr(base, "forward", cls)) is own)
+    found: Any = next(filter(None, map(_with_slots, wrapped)), None)
+    return None if found is None else found.forward
+
+
+def _without(slots: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: spec for name, spec in slots.items() if name not in names}
+
+
+def _names(cls: type) -> Iterator[tuple[str, Any]]:
+    """Attributes of a class like `cls`. Transformers records outputs by a class's qualified name, and saves the file of
+    its module."""
+    yield "__module__", cls.__module__
+    yield "__qualname__", f"{cls.__qualname__}.with_slots"
+    yield "__doc__", cls.__doc__
+    if cls.__reduce_ex__ is object.__reduce_ex__:
+        yield "__reduce_ex__", _reduce
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle an instance by the class that can be imported."""
+    reduced, original = object.__reduce_ex__(self, protocol), derived_from(type(self))
+    # FSDP2 derives a class of its own.
+    return (_instance, (original,), *reduced[2:]) if type(self) is with_slots(original) else reduced
+
+
+def _instance(cls: type) -> Any:
+    made: Any = with_slots(cls)
+    return made.__new__(made)
+
+
+def binds(cls: type) -> bool:
+    """Whether instances of a class of `with_slots` may have kernels."""
+    transformers = any(architecture_of(base, generated=False) is not None for base in cls.__mro__)
+    return transformers or bool(getattr(cls, SLOTS, None)) or hasattr(cls, ATTENTION_OPTIONS)
+
+
+@cache
+def overridden(cls: type) -> str | None:
+    """Why a class of `with_slots` never reads its slots; None where a method that reads one is called."""
+    if derived_from(cls) is None:
+        return None
+    slots = getattr(cls, SLOTS, {})
+    hiders = [_hider(cls, name) for name in slots]
+    if hiders and None not in hiders:
+        return hiders[0]
+    return None if slots else _hider(cls, None)
+
+
+def _hider(cls: type, slot: str | None) -> str | None:
+    """What overrides the methods of a generated class that read a slot, without calling them; None if one is called.
+
+    Args:
+        slot: its name; None for attention that is chosen by the model's config, which `forward` reads.
+    """
+    found = None
+    for position, base in enumerate(cls.__mro__):
+        names = _readers(base, slot) if slot is not None else ["forward"] * (ATTENTION_OPTIONS in vars(base))
+        for name in names:
+            read = inspect.unwrap(vars(base).get(name, getattr(cls, name)))
+            over = next(filter(None, (_override(other, name, read) for other in cls.__mro__[:position])), None)
+            if over is None:
+                return None
+            found = found or f"{over} overrides {base.__name__}.{name} without calling super()"
+    return found
+
+
+def _override(cls: type, name: str, method: Any) -> str | None:
+    """The name of a class's own method, if it is not `method` and does not call that of the next class."""
+    own = inspect.unwrap(vars(cls)[name]) if name in vars(cls) else method
+    if own is method:
+        return None
+    code = getattr(own, "__code__", None)
+    return f"{cls.__name__}.{name}" if code is None or "super" not in code.co_names else None
+
+
+def _readers(cls: type, slot: str) -> list[str]:
+    """Names of the methods of a generated class that read a slot."""
+    found = []
+    for name, function in vars(cls).items() if cls.__module__.startswith(f"{GENERATED_PACKAGE}.") else ():
+        code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+        if code is not None and slot_attribute(slot) in code.co_names:
+            found.append(name)
+    return found
