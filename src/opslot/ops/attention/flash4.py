@@ -1,7 +1,7 @@
 """FlashAttention 4 as custom ops, so that torch.compile keeps one graph.
 
 The library's functions break the graph at every layer, which costs more than compilation gains. Here its forward and
-backward launches are two opaque ops.
+backward launches are two opaque ops inside an autograd.Function.
 
 Shapes: B batch, S tokens, N query heads, K key/value heads, D head size, T packed tokens.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops.attention.flash4_library import load_interface
 
 _INTERFACE = load_interface()
@@ -26,7 +26,7 @@ _ARGUMENTS = (
 _OPTIONS = [argument.split()[1] for argument in _ARGUMENTS.split(", ")]
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return out, q.new_empty(lse, dtype=torch.float32)
@@ -40,31 +40,52 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     return out, lse
 
 
-def _fake_gradients(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
-    return tuple([torch.empty_like(x) if need else None for x, need in zip(rest[:3], rest[-3:], strict=True)])
+def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _launch_backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor | None, ...]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    cu_seqlens_q, cu_seqlens_k, out, lse, *options = rest[:-3]
-    named = dict(zip(_OPTIONS, (cu_seqlens_q, cu_seqlens_k, *options), strict=True))
-    dout = torch.zeros_like(out) if dout is None else dout
-    gradients = _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **named)
-    return tuple([gradient if need else None for gradient, need in zip(gradients, rest[-3:], strict=True)])
+    named = dict(zip(_OPTIONS, options, strict=True))
+    return _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **named)
 
 
-_attention = differentiable_op(
-    f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)",
-    allocate=_fake,
-    launch=_launch,
-    launch_backward=_launch_backward,
-    allocate_gradients=_fake_gradients,
-    in_place=False,
-    differentiable=3,
-    kept=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse"),
+_forward = custom_op(
+    f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _launch, _forward_fake
 )
+_backward = custom_op(
+    "flash_attention_4_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor dout, Tensor lse, Tensor? dlse, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _launch_backward,
+    _backward_fake,
+)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        return_lse: bool,
+        options: tuple[Any, ...],
+    ) -> Any:
+        out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        ctx.options = options
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        dq, dk, dv = _backward(q, k, v, out, dout, lse, dlse, cu_seqlens_q, cu_seqlens_k, *ctx.options)
+        return dq, dk, dv, None, None, None, None
 
 
 def flash_attn_func(
@@ -87,8 +108,7 @@ def flash_attn_func(
         The output, shaped as q; with `return_lse` also the logsumexp, float32 [B, N, S] or [N, T].
     """
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
-    out, lse = _attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
-    return (out, lse) if return_lse else out
+    return _FlashAttention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse, options)
 
 
 flash_attn_varlen_func = flash_attn_func
