@@ -466,3 +466,18 @@ def test_label_smoothing_gradients_are_accurate(name, smoothing):
     found = gradients(load(name), hidden, weight, labels, **options)[2]
     bound = 2 * (eager - fp64).abs().max() + torch.finfo(torch.float32).eps * fp64.abs().max()
     assert (found - fp64).abs().max() <= bound
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_vocabulary_in_two_parts(monkeypatch, bias):
+    """As on a GPU, where cuBLAS is slow with vocabularies that are no multiple of 8."""
+    monkeypatch.setattr(chunked, "_vocabulary_parts", lambda weight: (slice(16, 19), slice(0, 16)))
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((7, 12), (19, 12), *([(19,)] if bias else []))]
+    labels = torch.randint(19, (7,))
+    kernel = KERNEL_REGISTRY.load("cross_entropy_loss", "causal", "chunk_loss")
+    found = kernel(leaves[0], leaves[1], labels, shift_labels=labels, **({"bias": leaves[2]} if bias else {}))
+    wanted = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*leaves), labels)
+    torch.testing.assert_close(found, wanted)
+    gradients = zip(torch.autograd.grad(found, leaves), torch.autograd.grad(wanted, leaves), strict=True)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in gradients)
