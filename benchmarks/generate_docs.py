@@ -40,6 +40,7 @@ BALANCE = "balance_xeon.json"
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/architectures.md", "docs/fine_tuning.md", "docs/multimodal.md")
 # Written by check_architectures.py.
 ARCHITECTURES = ROOT / "benchmarks" / "architectures.json"
+ON_A_GPU = ARCHITECTURES.with_name("architectures_cuda_bfloat16.json")
 # Written by check_media.py.
 MEDIA = ROOT / "benchmarks" / "media.json"
 
@@ -405,7 +406,19 @@ def architectures() -> str:
         lines.append([f"`{arch}`", *parts, *can, _passed_cell(checked), first, _arch_step_cell(arch)])
     header = ["architecture", *_PARTS, *_CHECKED, "inputs", "checks", "releases", "H200 step, tokens/s"]
     title = f"{len(lines)} architectures, checked with transformers {newest} and torch {outcome['torch']}."
-    return f"{title}\n\n{_table(header, lines)}"
+    return f"{title}\n\n{_table(header, lines)}\n\n{_elsewhere()}"
+
+
+def _elsewhere() -> str:
+    """How many model types pass with the kernels of a GPU."""
+    found = json.loads(ON_A_GPU.read_text())
+    types = found["architectures"].values()
+    passed = sum(all(result in ("passed", "unsupported") for result, _ in one["checks"].values()) for one in types)
+    return (
+        f"On an {found['device']} in {found['dtype']}, with the kernels that `auto` selects there, {passed} of "
+        f"{len(types)} model types pass the checks `auto` and `packed` (transformers {found['transformers']}, "
+        f"torch {found['torch'].partition('+')[0]})."
+    )
 
 
 def _modalities(checked: Mapping[str, Any]) -> list[str]:

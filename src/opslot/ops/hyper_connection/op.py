@@ -154,15 +154,17 @@ def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
 
 
 def _collapse_cost(arguments: Mapping[str, Any]) -> Cost:
-    """Streams are read for the projection and for the collapse; backward reads them twice and writes their gradient."""
+    """Forward reads the streams and writes one; backward reads the streams and a gradient and writes theirs."""
     streams, fn = arguments["streams"], arguments["fn"]
     size, tokens = streams.numel() * streams.element_size(), streams.shape[:-2].numel()
-    return Cost(bytes=2 * size + size // streams.shape[-2], flops=2 * tokens * fn.numel())
+    return Cost(bytes=3 * size + 2 * size // streams.shape[-2], flops=6 * tokens * fn.numel())
 
 
 def _mix_cost(arguments: Mapping[str, Any]) -> Cost:
-    streams, output = arguments["streams"], arguments["output"]
-    return Cost(bytes=2 * streams.numel() * streams.element_size() + output.numel() * output.element_size())
+    """Forward reads and writes the streams; backward reads them and the gradient, and writes theirs where mixed."""
+    size = arguments["streams"].numel() * arguments["streams"].element_size()
+    of_output = arguments["output"].numel() * arguments["output"].element_size()
+    return Cost(bytes=(5 if "comb" in arguments else 3) * size + 3 * of_output)
 
 
 _PARAMETERS = ("streams", "fn", "base", "scale")
