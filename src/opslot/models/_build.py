@@ -103,7 +103,7 @@ def build_foundation_model(
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
         device = run_device or (None if init_device == "meta" else init_device)
-        put = apply if has_slots(model) else _bind_everywhere
+        put = _bind_everywhere if not has_slots(model) and _has_layer_norms(model) else apply
         put(model, ops, device=device, dtype=computed)
     if weights_path is not None:
         load_foundation_weights(model, weights_path)
