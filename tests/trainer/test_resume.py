@@ -67,7 +67,7 @@ def test_resumed_run_has_the_same_dropout(settings, tmp_path, model_folder, data
     assert run("halves", 4, **{"checkpoint.resume_from": "latest"}) == straight
 
 
-# Kills itself when a checkpoint file is written, or within the forward pass of a step. Uses as many threads as the run
+# Kills itself when a checkpoint file is written, or within the forward pass of a step, between saves. Uses as many threads as the run
 # that it is compared with, so that sums are rounded equally.
 KILLED = """
 import os, signal, sys
@@ -86,6 +86,7 @@ def write_or_kill(path, value):
 
 def split_or_kill(self, outputs):
     if file == "forward" and self.step + 1 == int(step):
+        self.saver.wait()
         os.kill(os.getpid(), signal.SIGKILL)
     return split_loss(self, outputs)
 

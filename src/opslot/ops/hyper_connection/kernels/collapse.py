@@ -57,8 +57,8 @@ def _logits(raw_ptr, rstd, base_ptr, scale_ptr, row, rows, FIRST: tl.constexpr, 
 
 
 @triton.jit
-def _square(row, N: tl.constexpr):
-    """Offsets of a matrix [N, N] of each token, for M numbers per token."""
+def _square(N: tl.constexpr):
+    """Offsets in a matrix [N, N] of a token."""
     n = tl.arange(0, N)
     return (n[:, None] * N + n[None, :])[None, :, :]
 
@@ -115,7 +115,7 @@ def coefficients_kernel(
         logits, _ = _logits(raw_ptr, rstd, base_ptr, scale_ptr, row, rows, N, 1, N, M)
         tl.store(post_ptr + vectors, magnitude * _sigmoid(logits) + post_eps, mask=inside[:, None])
     if PARTS > 2:
-        square = _square(row, N)
+        square = _square(N)
         raw = tl.load(raw_ptr + row[:, None, None] * M + 2 * N + square, mask=inside[:, None, None], other=0.0)
         logits = raw * rstd[:, None, None] * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * N + square)
         comb, _ = _normalize(_softmax(logits) + eps, eps, 1)
@@ -222,7 +222,7 @@ def coefficients_gradient_kernel(
             1,
         )
     if PARTS > 2:
-        square = _square(row, N)
+        square = _square(N)
         mask3 = inside[:, None, None]
         raw = tl.load(raw_ptr + row[:, None, None] * M + 2 * N + square, mask=mask3, other=0.0)
         mixes = raw * rstd[:, None, None]
