@@ -67,8 +67,8 @@ def test_resumed_run_has_the_same_dropout(settings, tmp_path, model_folder, data
     assert run("halves", 4, **{"checkpoint.resume_from": "latest"}) == straight
 
 
-# Kills itself when a checkpoint file is written, or within the forward pass of a step, between saves. Uses as many threads as the run
-# that it is compared with, so that sums are rounded equally.
+# Kills itself when a checkpoint file is written, or within the forward pass of a step, between saves. Uses as many
+# threads as the run that it is compared with, so that sums are rounded equally.
 KILLED = """
 import os, signal, sys
 import torch
