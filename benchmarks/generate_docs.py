@@ -414,10 +414,11 @@ def _elsewhere() -> str:
     found = json.loads(ON_A_GPU.read_text())
     types = found["architectures"].values()
     passed = sum(all(result in ("passed", "unsupported") for result, _ in one["checks"].values()) for one in types)
+    unpacked = sum(one["checks"].get("packed", [""])[0] == "unsupported" for one in types)
     return (
         f"On an {found['device']} in {found['dtype']}, with the kernels that `auto` selects there, {passed} of "
-        f"{len(types)} model types pass the checks `auto` and `packed` (transformers {found['transformers']}, "
-        f"torch {found['torch'].partition('+')[0]})."
+        f"{len(types)} model types pass the checks `auto` and `packed` (packing is unsupported in {unpacked}; "
+        f"transformers {found['transformers']}, torch {found['torch'].partition('+')[0]})."
     )
 
 

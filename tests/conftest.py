@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def modules_cache(tmp_path, monkeypatch):
-    """Code that ships with checkpoints is imported from `tmp_path`, and anew in each test."""
+    """Code that ships with checkpoints is imported from `tmp_path`, again in each test."""
     folder = tmp_path / "modules"
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
     monkeypatch.setattr("sys.path", [str(folder), *sys.path])

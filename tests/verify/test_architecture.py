@@ -85,6 +85,20 @@ def test_packing_in_bfloat16_that_differs_is_named(monkeypatch):
     assert re.match(r"error of the (loss|gradients) .*, that of Transformers' code", found.detail)
 
 
+def test_packed_sparse_attention_is_compared_in_float32_where_16_bits_differ(monkeypatch):
+    dtypes = []
+
+    def differs(found, *_):
+        dtypes.append({gradient.dtype for gradient in found.values()})
+        return "differs"
+
+    monkeypatch.setattr(config_checks, "_further", differs)
+    found = check_architecture("deepseek_v32", dtype="bfloat16", checks=("packed",))
+    assert found.ok, str(found)
+    # One row, and a batch of rows.
+    assert [torch.bfloat16 in kinds for kinds in dtypes] == [True, True]
+
+
 def test_checks_for_float32_on_a_cpu_raise_elsewhere():
     with pytest.raises(
         ConfigError, match=r"(?s)check 'eager' is for float32 on the CPU.*bfloat16 on cpu.*auto or pack"

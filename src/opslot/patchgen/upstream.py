@@ -135,7 +135,7 @@ def nodes_below(root: ast.AST) -> tuple[ast.AST, ...]:
 
 
 def find_nodes(kind: type[_Node], *roots: ast.AST | None) -> Iterator[_Node]:
-    """The nodes of a kind among those of `nodes_below`; none for a root that is None."""
+    """The nodes of a kind among those of `nodes_below`; none below a root of None."""
     return (node for root in roots if root is not None for node in nodes_below(root) if isinstance(node, kind))
 
 

@@ -219,9 +219,10 @@ class ConfigChecks:
         further = _further(found, expected, wanted)
         if further and selections.made and not of_rows:
             # Selected keys are numbered within documents or rows, so that the runs select different ones in 16 bits.
-            apply(model.float(), self.ops)
+            in_float32 = self._model().float()
+            apply(in_float32, self.ops)
             runs = [[self._on_device(batch, torch.float32) for batch in batches] for batches in (packed, alone)]
-            return worst_difference(*(train_step(model, batches) for batches in runs))
+            return worst_difference(*(train_step(in_float32, batches) for batches in runs))
         return further
 
     def _frozen(self) -> tuple[str, str]:

@@ -7,7 +7,7 @@ registers, Sinkhorn's iterations included, where eager code launches a kernel fo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,22 @@ _mix_forward = KernelLauncher(mixing.mix_kernel)
 _mix_backward = KernelLauncher(mixing.mix_gradient_kernel)
 
 
+class _Options(NamedTuple):
+    """Of a collapse, with the names of `op.py`.
+
+    Attributes:
+        post_eps: added to post.
+        parts: 1 for pre alone, 2 with post, 3 with comb.
+    """
+
+    norm_eps: float
+    eps: float
+    magnitude: float
+    post_eps: float
+    iterations: int
+    parts: int
+
+
 def sinkhorn(
     streams: Tensor,
     fn: Tensor,
@@ -50,7 +66,9 @@ def sinkhorn(
     iterations: int = 20,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`op.sinkhorn` for float32, bfloat16 and float16, and 2, 4 or 8 streams."""
-    collapsed, post, comb = _collapse(_SINKHORN, streams, fn, base, scale, norm_eps, eps, 2.0, 0.0, iterations)
+    collapsed, post, comb = _collapse(
+        streams, fn, base, scale, _Options(norm_eps, eps, 2.0, 0.0, iterations, _SINKHORN)
+    )
     return post, comb, collapsed
 
 
@@ -64,13 +82,13 @@ def independent(
     magnitude: float = 2.0,
 ) -> tuple[Tensor, Tensor]:
     """`op.independent` for the same."""
-    collapsed, post, _ = _collapse(_INDEPENDENT, streams, fn, base, scale, norm_eps, eps, magnitude, eps, 0)
+    collapsed, post, _ = _collapse(streams, fn, base, scale, _Options(norm_eps, eps, magnitude, eps, 0, _INDEPENDENT))
     return post, collapsed
 
 
 def head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float = 1e-6, eps: float = 1e-6) -> Tensor:
     """`op.head` for the same."""
-    collapsed, _, _ = _collapse(_HEAD, streams, fn, base, scale, norm_eps, eps, 0.0, 0.0, 0)
+    collapsed, _, _ = _collapse(streams, fn, base, scale, _Options(norm_eps, eps, 0.0, 0.0, 0, _HEAD))
     return collapsed
 
 
@@ -98,22 +116,12 @@ def _check(streams: Tensor, **tensors: Tensor) -> None:
 
 
 def _collapse(
-    parts: int, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *options: float
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(streams, fn=fn, base=base, scale=scale)
     # Autograd rounds the gradients to the dtypes of parameters in 16 bits.
     parameters = [x.float().contiguous() for x in (fn, base, scale)]
-    norm_eps, eps, magnitude, post_eps, iterations = options
-    return _collapse_op(
-        streams.contiguous(),
-        *parameters,
-        float(norm_eps),
-        float(eps),
-        float(magnitude),
-        float(post_eps),
-        int(iterations),
-        parts,
-    )
+    return _collapse_op(streams.contiguous(), *parameters, *map(float, options[:4]), *options[4:])
 
 
 def _sizes(streams: Tensor, fn: Tensor) -> tuple[int, int, int, int]:
@@ -122,18 +130,8 @@ def _sizes(streams: Tensor, fn: Tensor) -> tuple[int, int, int, int]:
     return streams.shape[:-2].numel(), count, width, fn.shape[0]
 
 
-def _allocate(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_eps: float,
-    eps: float,
-    magnitude: float,
-    post_eps: float,
-    iterations: int,
-    parts: int,
-) -> tuple[Tensor, ...]:
+def _allocate(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    parts = _Options(*options).parts
     lead, (count, width) = streams.shape[:-2], streams.shape[-2:]
 
     def empty(*shape: int) -> Tensor:
@@ -155,18 +153,9 @@ def _columns(width: int, most: int) -> int:
 
 
 def _run_forward(
-    outputs: tuple[Tensor, ...],
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_eps: float,
-    eps: float,
-    magnitude: float,
-    post_eps: float,
-    iterations: int,
-    parts: int,
+    outputs: tuple[Tensor, ...], streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *options: Any
 ) -> None:
+    norm_eps, eps, magnitude, post_eps, iterations, parts = _Options(*options)
     collapsed, post, comb, raw, rstd, pre = outputs
     rows, count, width, coefficients = _sizes(streams, fn)
     if not rows:
@@ -207,15 +196,11 @@ def _run_backward(
     raw: Tensor,
     rstd: Tensor,
     pre: Tensor,
-    norm_eps: float,
-    eps: float,
-    magnitude: float,
-    post_eps: float,
-    iterations: int,
-    parts: int,
-    *_: bool,
+    *rest: Any,
 ) -> None:
+    """`rest`: the options, and whether each gradient is needed."""
     dstreams, dfn, dbase, dscale = gradients
+    _, eps, magnitude, _, iterations, parts = _Options(*rest[:-4])
     rows, count, width, coefficients = _sizes(streams, fn)
     if not rows:
         for out in (dfn, dbase, dscale):

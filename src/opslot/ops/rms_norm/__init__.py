@@ -32,8 +32,8 @@ def _multiple_of_8(request: KernelRequest) -> str | None:
 # and 0.174, quack 0.189, 0.112 and 0.190, liger_kernel 0.300, 0.204 and 0.505, eager 2.69, 1.40 and 2.97.
 # weight_offset_groups on an H100, (8192, 8192) and (16384, 8192) in groups of 2048, (131072, 256) and (32768, 256) in
 # one: triton 1.09, 0.94, 0.42 and 0.35, eager 3.93, 7.67, 2.13 and 0.70.
-# gated_groups with another kernel, which took 5% longer than this one for `gated`, at the sizes of Nemotron-3-Nano and
-# Bamba-9B, 8192 tokens: 0.26 and 0.40, eager 2.02 and 3.90.
+# gated_groups, measured with an earlier kernel, at the sizes of Nemotron-3-Nano and Bamba-9B, 8192 tokens: 0.26 and
+# 0.40, eager 2.02 and 3.90.
 _WEIGHTED = ("standard", "weight_offset", "cast_after_weight")
 KERNEL_REGISTRY.register_op(OP)
 add_triton_kernel(OP, priority={H200: 80}, description="one pass each way, deterministic")

@@ -47,8 +47,18 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _logits(raw_ptr, rstd, base_ptr, scale_ptr, row, rows, FIRST: tl.constexpr, PART: tl.constexpr, N: tl.constexpr,
-            M: tl.constexpr):  # fmt: skip
+def _logits(
+    raw_ptr,
+    rstd,
+    base_ptr,
+    scale_ptr,
+    row,
+    rows,
+    FIRST: tl.constexpr,
+    PART: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+):
     """scale * mixes + base of N coefficients of each token, and the mixes."""
     n = tl.arange(0, N)
     raw = tl.load(raw_ptr + row[:, None] * M + FIRST + n[None, :], mask=(row < rows)[:, None], other=0.0)
