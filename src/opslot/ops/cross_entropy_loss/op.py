@@ -127,9 +127,16 @@ _VARIANTS = (
     _variant(token_log_probs, TOKEN_CASES, "log-probability and entropy per token", _token_cost),
 )
 
+
+def _is_called(arguments: Mapping[str, Any]) -> bool:
+    """Without labels, a model computes no loss."""
+    return any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
+
+
 OP = OpSpec(
     name="cross_entropy_loss",
     description="linear head and cross entropy",
     can_serve=can_serve,
+    is_called=_is_called,
     variants={variant.name: variant for variant in _VARIANTS},
 )
