@@ -2,9 +2,11 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
@@ -180,6 +182,37 @@ def test_help_has_examples_and_succeeds(command):
     done = subprocess.run([sys.executable, "-m", "opslot", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "example" in done.stdout.lower()
+
+
+# Names of modules in higher layers or beside them, which are no imports of the module that has them.
+NAMED_MODULES = {
+    ("slots/registry.py", "opslot.ops"): "packages that register kernels, imported when kernels are first asked for",
+    ("slots/registry.py", "opslot.optim"): "as opslot.ops",
+    ("patchgen/materialization.py", "opslot.generated"): "the package that patchgen fills",
+    (
+        "patchgen/indexed_attention.py",
+        "opslot.ops.attention.calls",
+    ): "in generated code; forms cannot import each other",
+    ("patchgen/indexed_attention.py", "opslot.ops.attention.indexed"): "as opslot.ops.attention.calls",
+    ("patchgen/packed_documents.py", "opslot.ops._common.documents"): "in generated code of the forms of several ops",
+}
+
+
+def test_modules_named_in_text_are_in_lower_layers():
+    """As import-linter checks of imports, which does not see modules that are imported by name."""
+    settings = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    layer_of = {package: i for i, layer in enumerate(reversed(layers)) for package in layer.split(" | ")}
+    found = set()
+    for path in SOURCE.glob("*/**/*.py"):
+        file = str(path.relative_to(SOURCE))
+        own, _, _ = file.partition("/")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = re.match(r"opslot\.(\w+)[\w.:]*$", node.value)
+                if named and named[1] in layer_of and named[1] != own and layer_of[named[1]] >= layer_of[own]:
+                    found.add((file, node.value))
+    assert found == NAMED_MODULES.keys()
 
 
 def test_no_import_cycles():
