@@ -147,14 +147,14 @@ def test_eager_is_torch_code_where_other_packages_are_installed(forks, tmp_path)
     code = """
         import importlib.machinery, sys, types
 
-        def refuse(*args, **kwargs):
+        def fail(*args, **kwargs):
             raise AssertionError("another package's kernel ran")
 
         for name in ("causal_conv1d", "fla"):
             module = types.ModuleType(name)
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-            module.causal_conv1d_fn = module.causal_conv1d_update = refuse
-            module.chunk_gated_delta_rule = module.fused_recurrent_gated_delta_rule = refuse
+            module.causal_conv1d_fn = module.causal_conv1d_update = fail
+            module.chunk_gated_delta_rule = module.fused_recurrent_gated_delta_rule = fail
             sys.modules[name] = module
         import torch
         from tests.models.test_linear_attention import build

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs: the interpreter accepts code and launch options that the compiler refuses."""
+"""The Triton kernels compile for GPUs: the interpreter accepts code and launch options that the compiler rejects."""
 
 import os
 import subprocess

@@ -156,7 +156,7 @@ def test_signal_during_a_write_to_the_console(settings, tmp_path):
     class Print(Callback):
         def on_step_end(self, trainer, record):
             stream.armed = record.step == 2
-            trainer.say(f"step {record.step}")
+            trainer.print(f"step {record.step}")
 
     console = Console(file=io.TextIOWrapper(io.BufferedWriter(stream), line_buffering=True))
     trainer = trainer_of(settings, tmp_path, console=console)

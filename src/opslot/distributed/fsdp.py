@@ -224,7 +224,7 @@ def _can_keep_experts(
     model: nn.Module, experts: list[str], state: ParallelState, param_dtype: torch.dtype | None
 ) -> bool:
     """Whether a rank's experts need no FSDP, which would only copy parameters and gradients: no other rank has a shard
-    or a replica of them, and their copies in `param_dtype` take little of the GPU's memory.
+    or a copy of them, and their copies in `param_dtype` take little of the GPU's memory.
     """
     if state.ep_fsdp * state.dp_replicate > 1:
         return False

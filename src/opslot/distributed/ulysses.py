@@ -61,11 +61,11 @@ def _dim(x: Tensor, dim: int) -> int:
 
 
 def split_ranks(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """[ranks, ...] with `dim` divided among them."""
+    """[ranks, ...] with `dim` split over them."""
     ranks, dim = group.size(), _dim(x, dim)
     if x.shape[dim] % ranks:
         raise ConfigError(
-            f"dim {dim} of a tensor of shape {tuple(x.shape)} cannot be divided among {ranks} sequence-parallel ranks",
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} cannot be split over {ranks} sequence-parallel ranks",
             hint="pad it (sp_pad_and_slice), or choose an sp size that divides it",
         )
     return x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
@@ -132,7 +132,7 @@ def kv_repeats(heads: int, kv_heads: int, sp: int, names: tuple[str, str] = ("qu
     """How often to repeat each key/value head, so that each of `sp` ranks gets those of its query heads.
 
     Raises:
-        ConfigError: the query heads cannot be divided among `sp` ranks.
+        ConfigError: the query heads cannot be split over `sp` ranks.
     """
     repeats = math.lcm(kv_heads, sp) // kv_heads
     if heads % sp or heads % (kv_heads * repeats):

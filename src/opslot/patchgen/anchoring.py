@@ -67,7 +67,7 @@ def rewrite(
     edit: Edit, document: Document, scope: Node, matches: Sequence[PatternMatch], swaps: Swaps, mode: str = "replace"
 ) -> Node:
     """The scope with `swaps[id(match)]` put at each match, and the touched statements bracketed by the edit's mark."""
-    _refuse_overlap(edit, document, matches)
+    _check_overlap(edit, document, matches)
     mark = document.mark(edit)
     blocks = {id(match.block): match.block for match in matches}
     for block in blocks.values():
@@ -80,7 +80,7 @@ def rewrite(
     return scope
 
 
-def _refuse_overlap(edit: Edit, document: Document, matches: Sequence[PatternMatch]) -> None:
+def _check_overlap(edit: Edit, document: Document, matches: Sequence[PatternMatch]) -> None:
     for match in matches:
         covered = {id(node) for root in match.nodes for node in walk(root)}
         if any(id(node) in covered for other in matches if other is not match for node in other.nodes):

@@ -175,7 +175,7 @@ class ModuleView:
 
     @cached_property
     def names(self) -> set[str]:
-        """The plain names in the module."""
+        """The names in the module, without attributes."""
         return names_in(self.tree)
 
     @cached_property
@@ -312,7 +312,7 @@ class FunctionForms:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """The plain names in a tree."""
+    """The names in a tree, without attributes."""
     return {name.id for name in find_nodes(ast.Name, node)}
 
 

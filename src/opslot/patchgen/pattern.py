@@ -43,7 +43,7 @@ class PatternMatch:
 
 
 def compile_pattern(text: str) -> Pattern:
-    """Parse a pattern; text that is no Python raises."""
+    """Parse a pattern; text that is not Python raises."""
     source = _encode(text)
     try:
         return Pattern(text, cst.parse_expression(source.strip()), ())

@@ -11,7 +11,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_reads_padding`: where the class reads hidden states that may be padding's: "first" position, or "all".
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 - `_opslot_unknown_layers`: why the layers of a model were not searched for that, and may do so too.
-- `_opslot_by_document`: an instance runs once for each document where a module in it keeps whole sequences, or where
+- `_opslot_by_document`: an instance runs once for each document where a module in it keeps sequences unsplit, or where
   no kernel serves its attention.
 - `_opslot_on_global_sequences`: whether an instance that mixes tokens may run on the tokens of all ranks.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.

@@ -117,7 +117,7 @@ class BaseTrainer(ABC):
         self.console = console or make_console()
         self.inputs: RunInputs = validate(config)
         for warning in self.inputs.warnings:
-            self.say(f"warning: {warning}")
+            self.print(f"warning: {warning}")
         self.output_dir = Path(config.train.output_dir).expanduser()
         self._lock = OutputLock(self.output_dir)
         self.state = start_processes(config)
@@ -128,7 +128,7 @@ class BaseTrainer(ABC):
         seed_everything(config.train.seed)
         self.loss_scaler = LossScaler(dtype_of(config.train.fsdp.param_dtype))
         self.model: PreTrainedModel = prepare_model(
-            self.build_model(), config, self.state, self.inputs.checkpoint, self.say
+            self.build_model(), config, self.state, self.inputs.checkpoint, self.print
         )
         # All ranks seed alike until the weights exist; dropout differs by rank.
         seed_everything(config.train.seed + self.state.rank)
@@ -149,7 +149,7 @@ class BaseTrainer(ABC):
         )
         self.callbacks = list(callbacks) if callbacks is not None else self.default_callbacks()
         self._stop_signal: int | None = None
-        self._stop = StopRequest(self.say)
+        self._stop = StopRequest(self.print)
 
     @abstractmethod
     def build_data(self) -> BatchSource:
@@ -322,7 +322,7 @@ class BaseTrainer(ABC):
         """End the run, as complete, after the current step."""
         self.max_steps = self.step
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """A line for the user."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -347,7 +347,7 @@ class BaseTrainer(ABC):
             self.optimizer.zero_grad(set_to_none=True)
         self._check_finite(step_loss, grad_norm)
         if self.step == self._first_step and (unused := without_gradient(self.model)):
-            self.say(
+            self.print(
                 f"warning: no gradient in step {self.step + 1} for the adapters of {', '.join(unused)}; "
                 "if the model never calls these layers, leave them out of lora.target_modules"
             )
@@ -455,7 +455,7 @@ class BaseTrainer(ABC):
         checkpoint = self.inputs.checkpoint
         if checkpoint is None:
             if self.config.train.checkpoint.resume_from == "latest":
-                self.say(f"no checkpoint in {self.output_dir}; starting from step 1")
+                self.print(f"no checkpoint in {self.output_dir}; starting from step 1")
             return
         state, _ = read_state(checkpoint)
         require_same_optimizer(checkpoint, state.get("config") or {}, self.config.train.optimizer)
@@ -473,11 +473,11 @@ class BaseTrainer(ABC):
             self._expect_steps(self.step)
         if self.best.is_over(self.config.evaluation.early_stopping_patience):
             self.stop_early()
-        self.say(f"resumed from {checkpoint} (step {self.step})")
+        self.print(f"resumed from {checkpoint} (step {self.step})")
         for change in config_changes(state.get("config"), asdict(self.config)):
-            self.say(f"changed since that checkpoint: {change}")
+            self.print(f"changed since that checkpoint: {change}")
         if self._is_done():
-            self.say(f"step {self.step} was the last one; nothing left to train")
+            self.print(f"step {self.step} was the last one; nothing left to train")
 
     @contextlib.contextmanager
     def _closing_callbacks(self) -> Iterator[None]:

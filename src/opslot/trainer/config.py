@@ -74,7 +74,7 @@ class FSDPConfig:
     """Sharding of the parameters with FSDP2, its mixed precision, and the overlap of communication.
 
     Args:
-        dp_replicate: number of replicas (HSDP): parameters are sharded within each; 1 shards over all processes.
+        dp_replicate: number of groups of ranks that each hold all parameters (HSDP); 1 shards over all processes.
         param_dtype: dtype of the gathered parameters, so of the forward and backward pass; default bfloat16 on a GPU
             that supports it, else `model.torch_dtype`. float16 trains with a dynamic loss scale.
         reduce_dtype: dtype of the gradient reduction.

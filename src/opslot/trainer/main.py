@@ -109,12 +109,12 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
         steps = f"{config.train.num_epochs:g} epochs in steps"
     else:
         steps = f"{max(0, trainer.max_steps - trainer.step):,} steps"
-    trainer.say(
+    trainer.print(
         f"{trainer.title} on {trainer.device}{processes}; {trainer.data.describe()}; {steps} of "
         f"{size}{config.train.global_batch_size * config.data.sample_length:,} tokens"
     )
     for line in trainer.meter.uncounted_lines():
-        trainer.say(line)
+        trainer.print(line)
     return trainer
 
 
@@ -127,18 +127,18 @@ def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
         # One that cannot be written: before training, a CheckpointError is about the user's input.
         raise TrainingError(error.problem, hint=error.hint) from error
     if result.completed:
-        trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
+        trainer.print(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
         # The other ranks get here while rank 0 still writes it.
         if trainer.state.rank == 0 and (command := _load_command(trainer.output_dir / HF_FOLDER, trainer.model.config)):
-            trainer.say(f"load it with: {command}")
+            trainer.print(f"load it with: {command}")
             lora = trainer.config.lora
             if lora.r is not None and not lora.merge and trainer.config.task != "classification":
-                trainer.say(f"merge it with: opslot merge {trainer.output_dir / HF_FOLDER} DESTINATION")
+                trainer.print(f"merge it with: opslot merge {trainer.output_dir / HF_FOLDER} DESTINATION")
         best = trainer.output_dir / BEST_FOLDER
         if trainer.best.step is not None and best.is_dir():
-            trainer.say(f"the best model (step {trainer.best.step}) is in {best}")
+            trainer.print(f"the best model (step {trainer.best.step}) is in {best}")
     else:
-        trainer.say(
+        trainer.print(
             f"stopped after step {result.step}; checkpoint saved, continue with --train.checkpoint.resume_from latest"
         )
     return trainer, result

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 
 def prepare_model(
-    model: PreTrainedModel, config: RunConfig, state: ParallelState, checkpoint: Path | None, say: Callable[[str], None]
+    model: PreTrainedModel,
+    config: RunConfig,
+    state: ParallelState,
+    checkpoint: Path | None,
+    report: Callable[[str], None],
 ) -> PreTrainedModel:
     """Add adapters, freeze parts, shard the model over all ranks, and load or initialize weights that it lacks.
 
@@ -38,7 +42,7 @@ def prepare_model(
 
     Args:
         checkpoint: what a resumed run continues from; its kernels are bound.
-        say: prints a line for the user.
+        report: prints a line for the user.
 
     Raises:
         ConfigError: the model cannot be trained or sharded as configured, or the ranks selected different kernels.
@@ -64,11 +68,11 @@ def prepare_model(
     if checkpoint is not None:
         _, recorded = read_state(checkpoint)
         for line in pin_kernels(model, recorded, dtype_of(config.train.fsdp.param_dtype), state.device):
-            say(line)
+            report(line)
     model = _parallelize(model, config, state)
     require_same_kernels(model)
     if state.world_size > 1 and not isinstance(model, FSDPModule):
-        say("data parallelism: ddp, so each process holds all parameters")
+        report("data parallelism: ddp, so each process holds all parameters")
     return model
 
 

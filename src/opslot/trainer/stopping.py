@@ -56,15 +56,15 @@ class StopRequest:
     """Records the first SIGINT or SIGTERM; a second one ends the run immediately.
 
     Args:
-        say: prints a line for the user.
+        report: prints a line for the user.
 
     Attributes:
         signal: number of the first signal, or None.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None]) -> None:
         self.signal: int | None = None
-        self._say = say
+        self._report = report
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class StopRequest:
             name = signal.Signals(number).name
             # Fails if the signal interrupted a write to the same stream.
             with contextlib.suppress(RuntimeError):
-                self._say(f"{name}: stopping after the current step and saving; send it again to stop immediately")
+                self._report(f"{name}: stopping after the current step and saving; send it again to stop immediately")
 
         with _handled_by(remember):
             yield

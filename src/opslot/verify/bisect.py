@@ -1,8 +1,8 @@
 """`bisect`: the slot and the layer of a model that make its loss or gradients wrong.
 
 The model runs with Transformers' code everywhere, in its own dtype and in float64. The error of the bound kernels may
-be twice that of Transformers' code plus the roundings that the kernels' ops allow. Where it is more, each op alone,
-then each layer alone, then each slot alone is bound to its kernel, until the smallest wrong part is found.
+be twice that of Transformers' code plus the rounding error that the kernels' ops allow. Where it is more, each op
+alone, then each layer alone, then each slot alone is bound to its kernel, until the smallest wrong part is found.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def two_process_step(
 
 
 def _share(check: str, batches: Sequence[list[dict[str, Any]]], rank: int) -> list[dict[str, Any]]:
-    """The batches of a rank: whole sequences, which sp shards, else its own, or its row of each."""
+    """The batches of a rank: global sequences, which sp shards, else its own, or its row of each."""
     if check == "sp":
         return [batch for own in batches for batch in own]
     if len(batches) == WORLD:

@@ -302,7 +302,7 @@ def test_transposed_weight(name):
 
 def test_compiles_with_fullgraph(name):
     if name == "triton" and DEVICE == "cpu":
-        pytest.skip("the interpreter is no target of torch.compile")
+        pytest.skip("the interpreter is not a target of torch.compile")
     for variant in ("causal", "token_log_probs"):
         kernel = load(name, variant)
 

@@ -120,7 +120,7 @@ def test_some_layers_without_gradient(name):
 
 def test_compiles_with_fullgraph(name):
     if name == "triton" and DEVICE == "cpu":
-        pytest.skip("the interpreter is no target of torch.compile")
+        pytest.skip("the interpreter is not a target of torch.compile")
     mask = torch.ones(2, 12, device=DEVICE)
     kernel = load(name)
     compiled = torch.compile(lambda x: kernel(x, 8, 2, mask) * 0.5, fullgraph=True, backend="aot_eager")

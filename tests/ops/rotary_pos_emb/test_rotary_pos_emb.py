@@ -104,7 +104,7 @@ def test_fewer_channels_than_cos_raise(variant):
 
 
 @pytest.mark.parametrize("module", ["olmo", "olmo2", "flex_olmo"])
-def test_full_cast_last_equals_transformers_with_fp32_cos_sin(module):
+def test_full_cast_after_equals_transformers_with_fp32_cos_sin(module):
     upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     q, k, cos, sin = inputs(dtype=torch.bfloat16, device="cpu")
     arguments = (q, k, cos.float(), sin.float())
@@ -239,7 +239,7 @@ def test_triton_reads_strided_cos_sin_without_copying(variant, monkeypatch):
 
 @pytest.mark.parametrize("variant", ["full_fp32", "gptj_fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cast_last_keeps_the_dtype_of_q_with_fp32_cos_sin(variant, dtype):
+def test_cast_after_keeps_the_dtype_of_q_with_fp32_cos_sin(variant, dtype):
     for name in ["triton", "torch_fused"] if variant == "full_fp32" else ["triton"]:
         q, k, cos, sin = inputs(variant, dtype)
         outs = load(variant, name)(q, k, cos.float(), sin.float())

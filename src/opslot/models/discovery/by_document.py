@@ -14,7 +14,7 @@ _DECORATOR = "opslot.ops._common.by_document", "by_document"
 
 
 def run_by_document(module: ModuleView, patch: PatchConfig, keeping: Iterable[str]) -> bool:
-    """Let the parts of decoder layers in which classes `keeping` whole sequences are run once for each document.
+    """Let the parts of decoder layers in which classes `keeping` sequences unsplit are run once for each document.
 
     Not those that the boundaries of documents do not reach.
 

@@ -97,7 +97,7 @@ _MIXES = re.compile(
 
 
 @dataclass(frozen=True)
-class WholeSequences:
+class UnsplitSequences:
     """Classes that keep a model from being packed and sharded, with the reason."""
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:

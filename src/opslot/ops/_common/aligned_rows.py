@@ -1,4 +1,4 @@
-"""Matrices whose width is no multiple of 16 bytes, kept in memory with zeros up to the next multiple.
+"""Matrices whose width is not a multiple of 16 bytes, kept in memory with zeros up to the next multiple.
 
 cuBLAS's fast kernels take sizes that are multiples of 16 bytes alone. A tensor of another width is a view of the first
 columns of such memory, and kernels that follow each other pass it on: `mark_padded` says that the rest of it is zero.

@@ -16,7 +16,7 @@ _gathered: TensorCache[Tensor] = TensorCache(4)
 
 
 def ranks_of_shards(module: Any) -> ProcessGroup | None:
-    """The ranks whose shards of sequences the attention of `module` joins; None where it has whole sequences."""
+    """The ranks whose shards of sequences the attention of `module` joins; None where it has global sequences."""
     kernel = AttentionInterface().get(module.config._attn_implementation)
     return get_parallel_state().sp_group if getattr(kernel, "joins_shards", False) else None
 

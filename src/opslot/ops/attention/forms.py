@@ -83,9 +83,9 @@ _ARGUMENTS = {
 # Options that the kernel reads from the module when it is bound.
 _OPTIONS = ("sliding_window", "softcap", "s_aux", "dropout")
 _SPARSE = {"indices", "block_indices"}
-# Of attention that a class computes itself: products of queries and keys, functions that compute all of it, and one way
+# Of attention that a class computes itself: matmuls of queries and keys, functions that compute all of it, and one way
 # to read a mask.
-_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+_MATMULS = {"matmul", "bmm", "baddbmm", "einsum"}
 _FUSED = {"scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward"}
 READS_BOOLS = "attention_mask.logical_not()"
 
@@ -172,7 +172,7 @@ class OwnAttention:
 
 
 def _computes_attention(module: ModuleView, name: str) -> bool:
-    """Whether an attention class calls softmax between two products, or a function that does both."""
+    """Whether an attention class calls softmax between two matmuls, or a function that does both."""
     text = module.text(name)
     if not re.search(r"Attention|Attn", name) or "ALL_ATTENTION_FUNCTIONS" in text or READS_BOOLS in text:
         return False
@@ -180,8 +180,8 @@ def _computes_attention(module: ModuleView, name: str) -> bool:
     called = [ast.unparse(call.func).rpartition(".")[2].lower() for call in find_nodes(ast.Call, definition)]
     operators = sum(isinstance(node.op, ast.MatMult) for node in find_nodes(ast.BinOp, definition))
     # Also modules that wrap them, such as self.matmul_qk.
-    products = operators + sum(function in _PRODUCTS or function.startswith("matmul_") for function in called)
-    return not _FUSED.isdisjoint(called) or ("softmax" in called and products > 1)
+    matmuls = operators + sum(function in _MATMULS or function.startswith("matmul_") for function in called)
+    return not _FUSED.isdisjoint(called) or ("softmax" in called and matmuls > 1)
 
 
 def is_sparse(module: ModuleView, forward: str) -> bool:

@@ -276,7 +276,7 @@ def mask_function(
             return own(**given) if any_mask else dense_or_raise(given)
         if compiling:
             found = _chunked(given) or own(**given)
-            # A mask of padding does not tell a module that is not causal that this one is.
+            # A mask of padding does not show a module that is not causal that this one is.
             if isinstance(found, Tensor) and not any_mask and mask_function is masking_utils.causal_mask_function:
                 return Layout(causal=True, length=kv_length, padding=found)
             return found

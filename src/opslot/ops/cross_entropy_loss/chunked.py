@@ -84,13 +84,13 @@ def _torch_linear_into(
 
 def _few_columns(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, add: bool) -> None:
     """out (+)= a @ b + bias in float32: cuBLAS would sum parts of such matmuls in float16."""
-    product = out.new_empty(out.shape, dtype=torch.float32)
-    _matmul(a, b, product, add=False)
+    result = out.new_empty(out.shape, dtype=torch.float32)
+    _matmul(a, b, result, add=False)
     if bias is not None:
-        product += bias
+        result += bias
     if add:
-        product += out
-    out.copy_(product)
+        result += out
+    out.copy_(result)
 
 
 def _vocabulary_parts(weight: Tensor) -> tuple[slice | None, slice]:

@@ -43,7 +43,7 @@ def linear_of(head: Any) -> Any:
 
 
 def low_rank_problem(head: Any) -> str | None:
-    """Why the adapters of `head` are more than a low-rank product that is added to the logits; None if they are not."""
+    """Why the adapters of `head` are more than a low-rank matmul that is added to the logits; None if they are not."""
     if not has_low_rank(head) or head.merged or head.disable_adapters:
         return None
     for name in _active(head):
@@ -67,14 +67,14 @@ def low_rank_of(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor] | None
     layer: Any = head
     if not has_low_rank(layer) or layer.merged or layer.disable_adapters:
         return None
-    products, weights = [], []
+    outputs, weights = [], []
     for name in _active(layer):
         down = layer.lora_A[name]
         inputs = layer.lora_dropout[name](hidden.to(down.weight.dtype))
-        products.append(down(inputs) * layer.scaling[name])
+        outputs.append(down(inputs) * layer.scaling[name])
         weights.append(layer.lora_B[name].weight)
-    if not products:
+    if not outputs:
         return None
-    if len(products) == 1:
-        return products[0], weights[0]
-    return torch.cat(products, dim=-1), torch.cat(weights, dim=-1)
+    if len(outputs) == 1:
+        return outputs[0], weights[0]
+    return torch.cat(outputs, dim=-1), torch.cat(weights, dim=-1)

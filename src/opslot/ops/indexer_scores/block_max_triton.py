@@ -1,4 +1,4 @@
-"""Scores of blocks of keys in Triton: the highest product of each query and head with a key in the block.
+"""Scores of blocks of keys in Triton: the highest score of each query and head with a key in the block.
 
 Products of queries and keys are never in memory. Blocks without a visible key are filled without computing them.
 """
@@ -97,9 +97,9 @@ def _block_max_kernel(
         key = at + tl.arange(0, BLOCK_N)
         inside = key < last
         k = load_tile(k_ptr, key, k_token_stride, inside, WIDTH, D)
-        products = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
+        head_scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
         seen = inside[None, :] & seen_keys(key, start, end)
-        highest = tl.maximum(highest, tl.max(tl.where(seen, products, float("-inf")), 1))
+        highest = tl.maximum(highest, tl.max(tl.where(seen, head_scores, float("-inf")), 1))
     out_ptr += ((b * heads + head) * queries + token.to(tl.int64)) * count + block
     tl.store(out_ptr, highest, mask=valid)
 

@@ -212,7 +212,7 @@ def _statements(module: ModuleView, name: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class IndexerScores:
-    """Indexers that sum the weighted products of their heads."""
+    """Indexers that sum the weighted scores of their heads."""
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, _ in module.methods():

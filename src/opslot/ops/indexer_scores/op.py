@@ -4,7 +4,7 @@ DeepSeek-V3.2 (DeepSeek-AI 2025), "lightning indexer": the score of a key is the
 weight * relu(scale * q . k). Attention then sees the keys with the highest scores. Which keys these are has no
 gradient, so the scores have none either: Transformers computes them without gradients.
 
-MiniMax-M3 scores blocks of keys: of each head, by the highest product of a query with a key in the block.
+MiniMax-M3 scores blocks of keys: of each head, by the highest score of a query with a key in the block.
 
 Shapes: B batch, S queries, T keys, H index heads, D their size, P blocks.
 """
@@ -28,14 +28,14 @@ def standard(query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, vi
         query: [B, S, H, D].
         key: [B, T, D], shared by all heads.
         weights: [B, S, H], of the heads of each query.
-        scale: positive factor of the products of queries and keys.
+        scale: positive factor of the matmuls of queries and keys.
         visible: int32 [2, B or 1, S], the first key that each query sees and the one after the last. The scores of
             others are -inf.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     with torch.no_grad():
-        products = query.to(dtype) @ key.to(dtype).transpose(-1, -2).unsqueeze(1)
-        scores = (weights.to(dtype).unsqueeze(-2) @ (products * scale).relu()).squeeze(-2)
+        head_scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2).unsqueeze(1)
+        scores = (weights.to(dtype).unsqueeze(-2) @ (head_scores * scale).relu()).squeeze(-2)
         if visible is None:
             return scores
         position = torch.arange(key.shape[1], device=key.device)
@@ -56,19 +56,19 @@ def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Te
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     with torch.no_grad():
-        products = query.transpose(1, 2).to(dtype) @ key.to(dtype).transpose(-1, -2).unsqueeze(1)
+        head_scores = query.transpose(1, 2).to(dtype) @ key.to(dtype).transpose(-1, -2).unsqueeze(1)
         position = torch.arange(key.shape[1], device=key.device)
         seen = (position >= visible[0, ..., None]) & (position < visible[1, ..., None])
-        products = products.masked_fill(~seen[:, None], float("-inf"))
-        found = products.new_full((*products.shape[:3], blocks.shape[2]), float("-inf"))
+        head_scores = head_scores.masked_fill(~seen[:, None], float("-inf"))
+        found = head_scores.new_full((*head_scores.shape[:3], blocks.shape[2]), float("-inf"))
         first, end = blocks.contiguous()
         block = (
             torch.searchsorted(first, position.to(first.dtype).expand(first.shape[0], -1).contiguous(), right=True) - 1
         )
         inside = (block >= 0) & (position < end.gather(1, block.clamp(min=0)))
-        products = products.masked_fill(~inside[:, None, None], float("-inf"))
-        index = block.clamp(min=0)[:, None, None].expand_as(products)
-        return found.scatter_reduce_(-1, index, products, "amax")
+        head_scores = head_scores.masked_fill(~inside[:, None, None], float("-inf"))
+        index = block.clamp(min=0)[:, None, None].expand_as(head_scores)
+        return found.scatter_reduce_(-1, index, head_scores, "amax")
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:

@@ -150,8 +150,8 @@ def _scores_kernel(
     for head in tl.range(0, heads, num_stages=STAGES):
         q = tl.load(q_pointers + head * q_head_stride, mask=q_mask, other=0.0)
         weight = tl.load(weights_ptr + head * weights_head_stride, mask=valid, other=0.0).to(tl.float32)
-        products = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
-        scores += tl.maximum(products, 0.0) * weight[:, None]
+        head_scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
+        scores += tl.maximum(head_scores, 0.0) * weight[:, None]
     scores *= scale
     if LIMITED:
         scores = tl.where(seen, scores, float("-inf"))

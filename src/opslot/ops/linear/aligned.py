@@ -42,7 +42,7 @@ _SMALL = 256
 
 
 def is_unaligned(weight: Tensor) -> bool:
-    """Whether a weight that is not small has a size that is no multiple of 16 bytes in 16 bits."""
+    """Whether a weight that is not small has a size that is not a multiple of 16 bytes in 16 bits."""
     return weight.dim() == 2 and min(weight.shape) >= _SMALL and any(size % _ALIGNED for size in weight.shape)
 
 

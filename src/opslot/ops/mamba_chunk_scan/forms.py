@@ -22,7 +22,7 @@ from opslot.patchgen.packed_documents import (
 
 OP = "mamba_chunk_scan"
 _FUNCTION = "mamba2_chunk_scan"
-# With einsums, from 5.18; with sums of products, from 5.15.
+# With einsums, from 5.18; with sums of elementwise multiplications, from 5.15.
 _REVIEWED = ("900d8cf1b2a6", "9766343fe097")
 _HELPERS = {
     "segment_sum": "d25877a776fa",

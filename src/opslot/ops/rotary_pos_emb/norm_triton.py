@@ -89,8 +89,8 @@ def _variant(
             reject(LABEL, "cos", found, "use eager, or the partial variant")
         if not q_weight.shape == k_weight.shape == q.shape[-1:] or not {q_weight.dtype, k_weight.dtype} <= FLOATS:
             _explain(q_weight, k_weight, width)
-        cast_last = cast_after_weight or weight_offset
-        options = float(q_eps), float(k_eps), weight_offset, cast_last, norm_last, keep_dtype
+        cast_after = cast_after_weight or weight_offset
+        options = float(q_eps), float(k_eps), weight_offset, cast_after, norm_last, keep_dtype
         q, k = _norm_rotary(q, k, q_weight, k_weight, cos, sin, *options)
         return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)
 

@@ -28,7 +28,7 @@ class ProfileCallback(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         first, last = _steps(trainer)
         if trainer.step >= last:
-            trainer.say(
+            trainer.print(
                 f"train.logging.profile=[{first}, {last}]: nothing to profile, step {trainer.step} is done already"
             )
         elif trainer.step + 1 >= first:
@@ -44,10 +44,12 @@ class ProfileCallback(Callback):
     def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         first, last = _steps(trainer)
         if self._profiler is not None:
-            trainer.say(f"train.logging.profile=[{first}, {last}]: the run ends at step {trainer.step}")
+            trainer.print(f"train.logging.profile=[{first}, {last}]: the run ends at step {trainer.step}")
             self._stop(trainer)
         elif completed and trainer.step < first:
-            trainer.say(f"train.logging.profile=[{first}, {last}]: nothing profiled, the run has {trainer.step} steps")
+            trainer.print(
+                f"train.logging.profile=[{first}, {last}]: nothing profiled, the run has {trainer.step} steps"
+            )
 
     def close(self, trainer: Trainer) -> None:
         if self._profiler is not None:
@@ -76,7 +78,7 @@ class ProfileCallback(Callback):
         if torch.cuda.is_initialized():
             torch.cuda.memory._dump_snapshot(str(folder / f"{stem}.memory.pickle"))
             _record_memory(False)
-        trainer.say(f"profile of steps {self._from} to {trainer.step}: {trace}")
+        trainer.print(f"profile of steps {self._from} to {trainer.step}: {trace}")
 
 
 def _steps(trainer: Trainer) -> tuple[int, int]:

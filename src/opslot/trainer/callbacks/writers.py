@@ -71,7 +71,7 @@ class EvaluationCallback(Callback):
         if best and (options.save_best if options.save_best is not None else patience is not None):
             _export(trainer, BEST_FOLDER)
         if trainer.best.is_over(patience) and record.step != trainer.max_steps:
-            trainer.say(
+            trainer.print(
                 f"stopping early: eval_{trainer.best.metric} has not improved in {trainer.best.since} evaluations; the "
                 f"best was {trainer.best.value:.4f} at step {trainer.best.step}"
             )
@@ -84,7 +84,7 @@ class EvaluationCallback(Callback):
         with (trainer.output_dir / SAMPLES_FILE).open("a", encoding="utf-8") as file:
             for prompt, answer in zip(prompts, answers, strict=True):
                 file.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}, ensure_ascii=False) + "\n")
-                trainer.say(f"  {prompt!r} -> {answer!r}")
+                trainer.print(f"  {prompt!r} -> {answer!r}")
 
 
 class MetricsCallback(Callback):

@@ -198,16 +198,16 @@ def group_gradients_kernel(
             state = load_plane(states_ptr, index, row, column, P, N)
             step = tl.load(step_ptr + index.to(tl.int64) * CHUNK + i)
             cumulated = tl.load(cumulated_ptr + index.to(tl.int64) * CHUNK + i)
-            products = dot(left, tl.trans(right), tl.zeros((CHUNK, CHUNK), dtype=tl.float32))
+            matmul = dot(left, tl.trans(right), tl.zeros((CHUNK, CHUNK), dtype=tl.float32))
             if WRITES:
                 last = tl.load(cumulated_ptr + index.to(tl.int64) * CHUNK + CHUNK - 1)
                 weight = step * tl.exp(last - cumulated)
                 kept = i[:, None] <= i[None, :]
                 between = tl.exp(tl.where(kept, cumulated[None, :] - cumulated[:, None], float("-inf")))
-                pairs += products * between * step[:, None]
+                pairs += matmul * between * step[:, None]
             else:
                 weight = tl.exp(cumulated)
-                pairs += products * decay(cumulated, cumulated, i[:, None] >= i[None, :]) * step[None, :]
+                pairs += matmul * decay(cumulated, cumulated, i[:, None] >= i[None, :]) * step[None, :]
             grad = dot(downcast(left.to(tl.float32) * weight[:, None], dtype), state, grad)
         other = load_tokens(other_ptr, start, length, group, other_token, other_group, column, N, CHUNK)
         grad = dot(downcast(pairs, dtype), other, grad)
