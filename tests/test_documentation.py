@@ -85,3 +85,8 @@ def test_quoted_messages_exist():
     parts = [part.strip(" ;:'=") for cell in cells for part in re.split(r"\.\.\.|\b[NX]\b|X_| nan", cell)]
     assert len(parts) > 30
     assert [part for part in parts if part not in source] == []
+
+
+def test_cells_of_the_design_are_short():
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs/design.md").read_text(), re.M)
+    assert [cell for row in rows for cell in row.split("|") if len(cell) > 200] == []
