@@ -92,7 +92,7 @@ USE = """
     OpsImplementationConfig()
     for spec in KERNEL_REGISTRY.specs():
         spec.unsupported(KernelRequest(spec.op_name, spec.variant, CPU))
-    vendors = {"triton", "liger_kernel", "quack", "fla", "flash_qla", "mamba_ssm", "flash_attn", "kernels", "torch_npu"}
+    vendors = {"triton", "liger_kernel", "quack", "fla", "mamba_ssm", "flash_attn", "kernels", "torch_npu"}
     found["vendors"] = sorted(vendors & (set(sys.modules) - loaded))
 
     models.loader.exec_module(models_module)

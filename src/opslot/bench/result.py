@@ -448,7 +448,6 @@ _ORIGINS = {
     "liger_kernel": "Liger-Kernel",
     "quack": "quack",
     "fla": "fla",
-    "flash_qla": "FlashQLA",
     "flash_attention_2": "FlashAttention",
     "flash_attention_3": "FlashAttention",
     "flash_attention_4": "FlashAttention",

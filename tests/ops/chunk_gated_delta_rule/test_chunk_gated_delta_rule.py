@@ -1,7 +1,6 @@
 """chunk_gated_delta_rule: the chunked reference equals the token-by-token recurrence, and documents are independent."""
 
 import itertools
-import types
 
 import pytest
 import torch
@@ -212,22 +211,6 @@ def test_fla_raises_where_triton_miscomputes_its_gradients(monkeypatch, capabili
     request = KernelRequest(room.OP.name, "standard", DeviceFacts("gpu", capability, "a GPU"))
     reason = KERNEL_REGISTRY.get(room.OP.name, "standard", "fla").supports(request)
     assert ("install Triton 3.7.1 or tilelang" in (reason or "")) == unsupported
-
-
-@pytest.mark.parametrize(
-    ("capability", "width", "reason"),
-    [
-        ((9, 0), 128, None),
-        ((10, 0), None, None),
-        ((12, 0), 128, "requires compute capability 9.x or 10.x"),
-        ((9, 0), 64, "takes keys and values 128 wide, this module has 64"),
-    ],
-)
-def test_flash_qla_names_what_it_does_not_support(capability, width, reason):
-    module = None if width is None else types.SimpleNamespace(head_k_dim=width, head_v_dim=width)
-    request = KernelRequest(room.OP.name, "standard", DeviceFacts("gpu", capability, "a GPU"), module=module)
-    found = KERNEL_REGISTRY.get(room.OP.name, "standard", "flash_qla").supports(request)
-    assert found is None if reason is None else reason in found
 
 
 def load_triton(g):
@@ -470,7 +453,6 @@ def test_tiles_in_16_bit_have_one_layout_in_shared_memory(key, value):
     ("name", "variant", "width", "v_width", "backward"),
     [
         ("fla", "standard", 64, 64, False),
-        ("flash_qla", "standard", 128, 128, True),
         ("triton", "standard", 128, 128, True),
         ("fla", "per_channel", 64, 64, True),
         ("triton", "per_channel", 128, 128, True),

@@ -12,15 +12,13 @@ from opslot.ops._common.specs import (
     add_kernel,
     add_triton_kernel,
 )
-from opslot.ops.chunk_gated_delta_rule.op import FLASH_QLA_WIDTH, OP, WIDEST_KEY, WIDEST_KEY_IN_99_KIB
+from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY, WIDEST_KEY_IN_99_KIB
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
 # Kimi delta attention with fewer key heads than value heads.
 _FLA_KIMI = Requirement("fla", "fla-core", ">=0.6")
 _BROKEN_ON_HOPPER = Requirement("triton", version=">=3.4,<3.7.1")
 _TILELANG = Requirement("tilelang")
-# From 0.1.14 on, TileLang rejects buffers that FlashQLA 0.1.3 reads before it writes them.
-_FLASH_QLA = (Requirement("flash_qla", "flash-qla", ">=0.1.3"), Requirement("tilelang", version=">=0.1.12,<0.1.14"))
 
 
 def _width_of_keys(request: KernelRequest) -> int | None:
@@ -72,15 +70,6 @@ def _priority(request: KernelRequest) -> int | None:
     return 80 if request.dtype in measured else None
 
 
-def _flash_qla_supports(request: KernelRequest) -> str | None:
-    major = (request.device.capability or (9, 0))[0]
-    if major not in (9, 10):
-        return f"requires compute capability 9.x or 10.x, this is {request.device}"
-    widths = [getattr(request.module, name, None) for name in ("head_k_dim", "head_v_dim")]
-    wrong = [width for width in widths if isinstance(width, int) and width != FLASH_QLA_WIDTH]
-    return f"takes keys and values {FLASH_QLA_WIDTH} wide, this module has {wrong[0]}" if wrong else None
-
-
 _BF16 = frozenset({torch.bfloat16})
 
 KERNEL_REGISTRY.register_op(OP)
@@ -110,17 +99,6 @@ add_gpu_kernel(
     dtypes=_BF16,
     supports=_keys_fit,
     description="flash-linear-attention's Kimi delta attention, packed documents by cu_seqlens",
-)
-add_gpu_kernel(
-    OP,
-    "flash_qla",
-    "flash_qla:chunk_gated_delta_rule",
-    _FLASH_QLA,
-    ["standard"],
-    capability=(9, 0),
-    dtypes=HALF_FLOATS,
-    supports=_flash_qla_supports,
-    description="FlashQLA's fused kernels, packed documents by cu_seqlens",
 )
 add_kernel(
     OP,
