@@ -281,6 +281,14 @@ def steps() -> str:
     return _table(["tokens/s, peak memory", *_STEP_COLUMNS], lines)
 
 
+def goals() -> str:
+    rates = {value.name: value.value for run in load(GEMM).runs for value in run.values}
+    lines = runpy.run_path(str(ROOT / "benchmarks" / "goals.py"))["lines"]
+    found = lines(load(BENCH), rates["cuBLAS: rate"], ROOT / "benchmarks" / "models")
+    header = ["", "goal", "measured", "to the goal", "step, ms", "at the goal, ms", "its matmuls, ms"]
+    return _table(header, [[_label(model), *cells] for model, cells in found])
+
+
 def towers() -> str:
     """Milliseconds of a training step with images, and those in its encoders, beside the fastest other library."""
     result = load(BENCH)
@@ -560,6 +568,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "unsupported": unsupported,
     "how_fast": how_fast,
     "steps": steps,
+    "goals": goals,
     "towers": towers,
     "curve": curve,
     "parallel": parallel,
