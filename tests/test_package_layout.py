@@ -1,11 +1,20 @@
 """Importing changes nothing, and adding an op or an architecture touches one folder."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 import textwrap
+import tomllib
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
+
+import opslot
+
+SOURCE = Path(opslot.__file__).parent
 
 NEW_OP = {
     "op.py": """
@@ -175,6 +184,37 @@ def test_help_has_examples_and_succeeds(command):
     assert "example" in done.stdout.lower()
 
 
+# Names of modules in higher layers or beside them, which are no imports of the module that has them.
+NAMED_MODULES = {
+    ("slots/registry.py", "opslot.ops"): "packages that register kernels, imported when kernels are first asked for",
+    ("slots/registry.py", "opslot.optim"): "as opslot.ops",
+    ("patchgen/materialization.py", "opslot.generated"): "the package that patchgen fills",
+    (
+        "patchgen/indexed_attention.py",
+        "opslot.ops.attention.calls",
+    ): "in generated code; forms cannot import each other",
+    ("patchgen/indexed_attention.py", "opslot.ops.attention.indexed"): "as opslot.ops.attention.calls",
+    ("patchgen/packed_documents.py", "opslot.ops._common.documents"): "in generated code of the forms of several ops",
+}
+
+
+def test_modules_named_in_text_are_in_lower_layers():
+    """As import-linter checks of imports, which does not see modules that are imported by name."""
+    settings = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    layer_of = {package: i for i, layer in enumerate(reversed(layers)) for package in layer.split(" | ")}
+    found = set()
+    for path in SOURCE.glob("*/**/*.py"):
+        file = str(path.relative_to(SOURCE))
+        own, _, _ = file.partition("/")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = re.match(r"opslot\.(\w+)[\w.:]*$", node.value)
+                if named and named[1] in layer_of and named[1] != own and layer_of[named[1]] >= layer_of[own]:
+                    found.add((file, node.value))
+    assert found == NAMED_MODULES.keys()
+
+
 def test_no_import_cycles():
     """Between files, also under TYPE_CHECKING."""
     from graphlib import TopologicalSorter
@@ -184,6 +224,37 @@ def test_no_import_cycles():
     graph = grimp.build_graph("opslot", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()
+
+
+def test_slots_name_no_op():
+    """`protocol` has attributes of attention, whose implementation is selected for a model rather than in slots."""
+    ops = {path.name for path in (SOURCE / "ops").iterdir()}
+    for path in (SOURCE / "slots").glob("*.py"):
+        found = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert found & ops <= ({"attention"} if path.name == "protocol.py" else set()), path.name
+
+
+def body_of(function):
+    """The statements of a function without its docstring, the names of local variables numbered."""
+    body = [node for node in function.body if not isinstance(getattr(node, "value", None), ast.Constant)]
+    names = [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    arguments = [node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)]
+    local = {*arguments, *(name.id for name in names if isinstance(name.ctx, ast.Store))}
+    order = list(dict.fromkeys(name.id for name in names if name.id in local))
+    for name in names:
+        name.id = f"local{order.index(name.id)}" if name.id in local else name.id
+    return tuple(map(ast.dump, body))
+
+
+def test_ops_have_no_function_twice():
+    found = defaultdict(list)
+    for path in (SOURCE / "ops").rglob("*.py"):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        for function in functions:
+            body = body_of(function)
+            if len(body) > 1:
+                found[body].append(f"{path.relative_to(SOURCE)}: {function.name}")
+    assert [names for names in found.values() if len(names) > 1] == []
 
 
 def test_patterns_of_quick_parameters_match(unmatched_patterns):

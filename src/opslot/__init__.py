@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opslot._base.lazy import lazy_names
+from opslot._base.lazy import lazy_names, register_provider
 
 __version__ = "0.1.0"
 
@@ -74,6 +74,8 @@ __all__ = [
     "trace",
     "verify_kernels",
 ]
+
+register_provider("patches", "opslot.models.discovery")
 
 __getattr__, __dir__ = lazy_names(
     __name__,

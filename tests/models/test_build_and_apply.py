@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ import transformers
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot.models._config_values import check_values
 from tests.models.plain import PREFIX, config_of, original
 
 ARCHES = ("llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe")
@@ -194,6 +196,43 @@ def test_invalid_sizes_are_named(tmp_path, arch, field, value):
 def test_invalid_config_value_is_named():
     with pytest.raises(ConfigError, match="num_attention_heads='four' is not a valid value for a qwen3 config"):
         opslot.build_foundation_model(config_of("qwen3"), config_kwargs={"num_attention_heads": "four"})
+
+
+def test_all_invalid_values_are_named_in_nested_configs_too():
+    from opslot.verify.tiny import tiny_config
+
+    config = tiny_config("qwen2_5_vl")
+    config.text_config.rms_norm_eps, config.vision_config.hidden_act = float("nan"), "foo"
+    with pytest.raises(ConfigError) as caught:
+        opslot.build_foundation_model(config)
+    assert "text_config.rms_norm_eps=nan" in str(caught.value)
+    assert "vision_config.hidden_act='foo'" in str(caught.value)
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "musicgen", "modernbert", "mistral4", "smollm3", "qwen2_vl", "reformer"])
+def test_default_configs_are_valid(arch):
+    check_values(transformers.CONFIG_MAPPING[arch](), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_default_configs_of_all_architectures_are_valid():
+    for arch in transformers.CONFIG_MAPPING:
+        try:
+            config = transformers.CONFIG_MAPPING[arch]()
+        except Exception:
+            # Some need an argument.
+            continue
+        check_values(config, arch)
+
+
+def test_unknown_class_in_architectures_is_logged(tmp_path, caplog):
+    config_of("qwen3").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["Foo"]}))
+    assert type(opslot.build_foundation_model(tmp_path)).__name__ == "Qwen3ForCausalLM"
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "names the class Foo in architectures" in record.getMessage()
 
 
 def chosen_now(model, op):

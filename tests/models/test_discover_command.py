@@ -12,6 +12,7 @@ from opslot.patchgen.engine import generate
 from opslot.patchgen.materialization import require_patch
 from opslot.patchgen.source import installed_release
 from opslot.patchgen.writing import patch_source
+from opslot.verify import CheckOutcome
 from tests.own_code import ship
 
 
@@ -42,6 +43,21 @@ def test_command_verifies_a_tiny_model(capsys):
     output = capsys.readouterr().out
     assert "qwen3: passed\n" in output
     assert "loss and gradients equal Transformers' bit for bit" in output
+
+
+def test_command_prints_matches_and_each_check_before_the_next(capsys, monkeypatch):
+    printed = {}
+
+    def outcome(self, check):
+        printed[check] = capsys.readouterr().out
+        return CheckOutcome(check, "passed", f"detail of {check}\nmore")
+
+    monkeypatch.setattr("opslot.verify.architecture.ConfigChecks.outcome", outcome)
+    assert main(["discover", "qwen3", "--checks", "eager,auto"]) == 0
+    assert "Qwen3RMSNorm " in printed["eager"]
+    assert printed["eager"].endswith("checks on a model with random weights:\n")
+    assert printed["auto"] == "eager       passed       detail of eager\n"
+    assert capsys.readouterr().out == "auto        passed       detail of auto\nqwen3: passed\n"
 
 
 def test_command_verify_fails_with_a_reason(capsys):

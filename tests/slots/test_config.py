@@ -2,9 +2,10 @@ import copy
 import pickle
 
 import pytest
+from torch import nn
 
 import opslot
-from opslot import OpsImplementationConfig
+from opslot import OpsImplementationConfig, bind
 from opslot._base.errors import ConfigError
 from opslot.slots import config_fields
 
@@ -55,6 +56,18 @@ def test_moe_alias_is_the_same_field():
         ConfigError, match="moe_experts_implementation and moe_implementation are the same field; set one"
     ):
         OpsImplementationConfig(moe_implementation="eager", moe_experts_implementation="eager")
+
+
+def test_messages_name_the_alias_that_the_user_wrote():
+    fields = {"moe_experts_implementation": "grouped_mm"}
+    (why,) = [row.why for row in bind(nn.Linear(2, 2), fields).rows if row.op == "moe_experts"]
+    assert why.startswith("moe_experts_implementation=grouped_mm, but")
+    with pytest.raises(ConfigError, match="overrides: moe_experts_implementation=grouped_mm, but"):
+        bind(nn.Sequential(nn.Linear(2, 2)), {"overrides": {"0": fields}})
+    with pytest.raises(ConfigError, match="moe_experts_implementation='fast': no such implementation"):
+        OpsImplementationConfig(moe_experts_implementation="fast")
+    with pytest.raises(ConfigError, match=r"overrides\['0'\].moe_experts_implementation='fast'"):
+        OpsImplementationConfig(overrides={"0": {"moe_experts_implementation": "fast"}})
 
 
 @pytest.mark.parametrize(

@@ -236,11 +236,23 @@ def test_invalid_paths_raise(train, settings, tmp_path, monkeypatch, section, fi
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "nope"}, "nope"),
-        ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "nope"),
+        ({"architectures": [5]}, "found: architectures=[5]\n  hint: set architectures to a list of class names"),
+        (
+            {"attention_dropout": 2.0},
+            "found: attention_dropout=2.0\n  hint: set attention_dropout to a number in [0, 1)",
+        ),
+        ({"rms_norm_eps": -1.0}, "found: rms_norm_eps=-1.0\n  hint: set rms_norm_eps to a finite number above 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "found: rope_parameters.rope_theta=0\n"),
+        ({"sliding_window": -5, "use_sliding_window": True}, "hint: set sliding_window to a number above 0, or null"),
+        ({"hidden_act": "gelu_fats"}, "found: hidden_act='gelu_fats'\n  hint: set hidden_act to one of gelu_fast"),
+        ({"hidden_act": "nope"}, "gelu_pytorch_tanh"),
+        (
+            {"rope_parameters": {"rope_type": "zzz", "rope_theta": 1e4}},
+            "found: rope_parameters.rope_type='zzz'\n  hint: set rope_parameters.rope_type to one of default, dynamic",
+        ),
         ({"attn_implementation": "nope"}, "nope"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_experts=4"),
-        ({"pad_token_id": 9999}, "adding_idx"),
+        ({"pad_token_id": 9999}, "found: pad_token_id=9999 with vocab_size=260\n  hint: set pad_token_id to the id of"),
         ({"rms_norm_eps": "nope"}, "rms_norm_eps"),
     ],
 )

@@ -16,7 +16,9 @@ def test_smoothing_does_not_lag_and_ignores_non_finite_values():
     assert np.isfinite(smooth(np.array([1.0, np.nan] * 50))).all()
 
 
-def test_plots_of_short_and_long_runs(tmp_path):
+def test_plots_of_short_and_long_runs(tmp_path, monkeypatch):
+    # Searching for the best place of the legend is slow with many points, and warns so.
+    monkeypatch.delattr("matplotlib.legend.Legend._find_best_position")
     for count in (1, 200):
         records = [{"step": i + 1, "loss": 8 / (i + 1) ** 0.2} for i in range(count)]
         records[-1]["eval_loss"] = 4.0

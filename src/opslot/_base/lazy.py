@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
+
+_PROVIDERS: dict[str, str] = {}
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -24,3 +27,13 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
         return sorted([*vars(importlib.import_module(package)), *homes])
 
     return get, names
+
+
+def register_provider(service: str, module: str) -> None:
+    """Name the module that provides `service` to the packages below it, which cannot import it."""
+    _PROVIDERS[service] = module
+
+
+def provider(service: str) -> ModuleType:
+    """The module registered for `service`, imported now."""
+    return importlib.import_module(_PROVIDERS[service])

@@ -137,6 +137,6 @@ def _draw_curve(axis: Any, curve: LossCurve) -> None:
         color=_INK,
     )
     axis.set_xlabel("step", fontsize=8, color=_INK)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(loc="upper right", frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8, colors=_INK)

@@ -23,7 +23,7 @@ from opslot.slots import format_table
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from opslot.verify import ArchitectureCheck
+    from opslot.verify import ArchitectureCheck, CheckOutcome
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,14 +46,26 @@ def run(options: argparse.Namespace) -> int:
     report = _report_of(arch)
     if output and not report["problem"]:
         _write(arch, output)
-    check = _verify(config, arch, wanted) if options.verify or wanted else None
-    if check is not None:
+    if not options.json:
+        print(_table(report), flush=True)
+    if options.verify or wanted:
+        # Checks may take minutes: the result of each is printed when it ends.
+        if not options.json:
+            print("\nchecks on a model with random weights:", flush=True)
+            wanted["report"] = _print_outcome
+        check = _verify(config, arch, wanted)
         report |= {"verified": check.ok, "check": check.to_dict()}
+        if not options.json:
+            print(check.summary())
     if options.json:
         print(json.dumps(report, indent=2))
-    else:
-        print(_table(report) if check is None else f"{_table(report)}\n\n{check}")
     return 0 if report["matches"] and not report["problem"] and report.get("verified", True) else 1
+
+
+def _print_outcome(outcome: CheckOutcome) -> None:
+    """Print the row of a check, with the widths of the longest name and result."""
+    detail = next(iter(outcome.detail.splitlines()), "")
+    print(f"{outcome.name:10}  {outcome.result:11}  {detail}".rstrip(), flush=True)
 
 
 def _arch_of(name: str, trust_remote_code: bool) -> tuple[str, Path | PreTrainedConfig | None]:

@@ -15,6 +15,7 @@ from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError, list_problems, missing_package
 from opslot._base.logging import get_logger
 from opslot.models._apply import apply, has_slots
+from opslot.models._config_values import check_values, padding_problem
 from opslot.models._registry import (
     ARCHITECTURES,
     MODEL_CONFIG_REGISTRY,
@@ -119,7 +120,7 @@ def load_config(
     Raises:
         ConfigError: the path or its model_type does not exist, the JSON is broken, or a value is not valid.
     """
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     if isinstance(source, PreTrainedConfig):
         config = copy.deepcopy(source)
@@ -132,13 +133,20 @@ def load_config(
                     found=str(error),
                     hint="give a value of the type that config.json has",
                 ) from error
+        check_values(config, "the config")
         return config
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             f"config_path={source!r} is not a path or a config",
             hint="give a folder with config.json, that file, or a config object",
         )
-    path = Path(source)
+    file = _config_file(Path(source))
+    config = _read_config(file, trust_remote_code, overrides)
+    check_values(config, str(file))
+    return config
+
+
+def _config_file(path: Path) -> Path:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         names = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else []
@@ -148,10 +156,16 @@ def load_config(
         elif (path / "hf" / "config.json").is_file():
             hint = f"it is the folder of a run: give {path / 'hf'}"
         raise ConfigError(
-            f"config_path={str(source)!r} is not a model's config",
+            f"config_path={str(path)!r} is not a model's config",
             found=f"the folder holds {', '.join(names) or 'nothing'}" if path.is_dir() else "no such file or folder",
             hint=hint,
         )
+    return file
+
+
+def _read_config(file: Path, trust_remote_code: bool, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
     try:
         data = json.loads(file.read_text(), object_hook=_decode_float)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -193,6 +207,9 @@ def config_error(what: str, config: Mapping[str, Any], error: Exception) -> Conf
         return ConfigError(f"{what}: {package} is not installed", hint=f"pip install {package}")
     zero = isinstance(error, ZeroDivisionError)
     faulty = [f"{name}={size}" for name, size in _sizes_in(config) if (size == 0 if zero else size < 0)]
+    if isinstance(error, AssertionError) and (found := padding_problem(config)):
+        hint = "set pad_token_id to the id of a token in the vocabulary, or null"
+        return ConfigError(what, found=found, hint=hint)
     if faulty and isinstance(error, ZeroDivisionError | RuntimeError):
         which = "it" if len(faulty) == 1 else "each that the model needs"
         return ConfigError(f"{what}: {error}", found=", ".join(faulty), hint=f"set {which} to 1 or more")
@@ -326,7 +343,9 @@ def _named_class(config: PreTrainedConfig) -> str | None:
         successor = auto_class_name(config)
     except ConfigError:
         return name
-    logger.info("config.json names the class %s, which Transformers does not have; taking %s", name, successor)
+    logger.warning(
+        "config.json names the class %s in architectures, which Transformers does not have; taking %s", name, successor
+    )
     return successor
 
 

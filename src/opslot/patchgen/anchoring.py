@@ -8,7 +8,7 @@ import libcst as cst
 
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import Anchored, Edit
-from opslot.patchgen.pattern import Match, compile_pattern, fill_expression, fill_statements, find_matches
+from opslot.patchgen.pattern import PatternMatch, compile_pattern, fill_expression, fill_statements, find_matches
 from opslot.patchgen.tree import Node, replace_nodes, splice, walk
 
 Swaps = dict[int, list[cst.CSTNode]]
@@ -17,7 +17,7 @@ Swaps = dict[int, list[cst.CSTNode]]
 
 def apply_anchored(edit: Anchored, document: Document) -> None:
     scope = document.get(edit.target, edit)
-    matches: list[Match] = []
+    matches: list[PatternMatch] = []
     for text in edit.patterns:
         matches.extend(find_matches(compile_pattern(text), scope.body))
     if len(matches) != edit.count:
@@ -34,7 +34,7 @@ def apply_anchored(edit: Anchored, document: Document) -> None:
         document.declare(edit.target.split(".")[0], edit.slot, edit)
 
 
-def _written(edit: Anchored, document: Document, match: Match) -> list[cst.CSTNode]:
+def _written(edit: Anchored, document: Document, match: PatternMatch) -> list[cst.CSTNode]:
     """What the edit puts at a match."""
     if edit.mode == "replace":
         return replace_match(edit, document, match, edit.template)
@@ -43,7 +43,7 @@ def _written(edit: Anchored, document: Document, match: Match) -> list[cst.CSTNo
     return new
 
 
-def replace_match(edit: Edit, document: Document, match: Match, template: str) -> list[cst.CSTNode]:
+def replace_match(edit: Edit, document: Document, match: PatternMatch, template: str) -> list[cst.CSTNode]:
     """What replaces a match, by `template`."""
     earlier = document.author(match.nodes)
     if earlier is not None:
@@ -64,7 +64,7 @@ def replace_match(edit: Edit, document: Document, match: Match, template: str) -
 
 
 def rewrite(
-    edit: Edit, document: Document, scope: Node, matches: Sequence[Match], swaps: Swaps, mode: str = "replace"
+    edit: Edit, document: Document, scope: Node, matches: Sequence[PatternMatch], swaps: Swaps, mode: str = "replace"
 ) -> Node:
     """The scope with `swaps[id(match)]` put at each match, and the touched statements bracketed by the edit's mark."""
     _refuse_overlap(edit, document, matches)
@@ -80,7 +80,7 @@ def rewrite(
     return scope
 
 
-def _refuse_overlap(edit: Edit, document: Document, matches: Sequence[Match]) -> None:
+def _refuse_overlap(edit: Edit, document: Document, matches: Sequence[PatternMatch]) -> None:
     for match in matches:
         covered = {id(node) for root in match.nodes for node in walk(root)}
         if any(id(node) in covered for other in matches if other is not match for node in other.nodes):
@@ -88,7 +88,7 @@ def _refuse_overlap(edit: Edit, document: Document, matches: Sequence[Match]) ->
 
 
 def _rewrite_statements(
-    block: cst.IndentedBlock, here: Sequence[Match], swaps: Swaps, mark: str, mode: str
+    block: cst.IndentedBlock, here: Sequence[PatternMatch], swaps: Swaps, mark: str, mode: str
 ) -> cst.IndentedBlock:
     """The block with the matches of one statement, or of one run of statements, rewritten."""
     start, stop = here[0].start, here[0].stop

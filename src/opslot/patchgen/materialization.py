@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 
 from opslot._base.errors import PatchError
+from opslot._base.lazy import provider
 from opslot.patchgen.cache import cache_homes, locked, prune, prune_elsewhere, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.source import Release, installed_release, is_elsewhere, modeling_module
@@ -47,11 +46,6 @@ def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> N
     REGISTERED_PATCHES[arch] = patch
 
 
-def _finder() -> ModuleType:
-    # By name, since it is in a package above this one.
-    return importlib.import_module("opslot.models.discovery")
-
-
 def find_patch(arch: str, release: Release | None = None) -> PatchConfig | None:
     """The patch of an architecture: what is discovered in it, and the registered patch; None for neither.
 
@@ -59,12 +53,12 @@ def find_patch(arch: str, release: Release | None = None) -> PatchConfig | None:
         arch: architecture, the folder's name under `transformers/models`.
         release: the Transformers release; the installed one by default.
     """
-    return _finder().find_patch(arch, release or installed_release())
+    return provider("patches").find_patch(arch, release or installed_release())
 
 
 def known_archs() -> list[str]:
     """Architectures that are supported or registered, sorted."""
-    return _finder().architectures()
+    return provider("patches").architectures()
 
 
 def require_patch(arch: str, release: Release | None = None) -> PatchConfig:
@@ -140,7 +134,7 @@ def cache_key(patch: PatchConfig, release: Release) -> str:
 
 
 def _finder_key(arch: str, release: Release) -> str:
-    digest = _finder().digest(arch, release)
+    digest = provider("patches").digest(arch, release)
     if digest is None:
         raise _no_patch(arch)
     return _key(release, [digest])

@@ -28,7 +28,7 @@ class Pattern:
 
 
 @dataclass
-class Match:
+class PatternMatch:
     """Where a pattern matched: statements `start:stop` of a block, and the expression inside if it was one."""
 
     block: cst.IndentedBlock
@@ -58,9 +58,9 @@ def compile_pattern(text: str) -> Pattern:
         ) from None
 
 
-def find_matches(pattern: Pattern, scope: cst.CSTNode) -> list[Match]:
+def find_matches(pattern: Pattern, scope: cst.CSTNode) -> list[PatternMatch]:
     """Every match in the blocks of `scope`, outermost first; an expression is found in the statement around it."""
-    matches: list[Match] = []
+    matches: list[PatternMatch] = []
     for node in walk_statements(scope):
         if type(node) is cst.IndentedBlock:
             if pattern.expression is not None:
@@ -70,17 +70,17 @@ def find_matches(pattern: Pattern, scope: cst.CSTNode) -> list[Match]:
     return matches
 
 
-def _statement_matches(pattern: Sequence[cst.CSTNode], block: cst.IndentedBlock) -> list[Match]:
+def _statement_matches(pattern: Sequence[cst.CSTNode], block: cst.IndentedBlock) -> list[PatternMatch]:
     found = []
     for start in range(len(block.body) - len(pattern) + 1):
         captures: dict[str, Captured] = {}
         window = block.body[start : start + len(pattern)]
         if all(_matches(want, have, captures) for want, have in zip(pattern, window)):
-            found.append(Match(block, start, start + len(pattern), captures))
+            found.append(PatternMatch(block, start, start + len(pattern), captures))
     return found
 
 
-def _expression_matches(pattern: cst.BaseExpression, block: cst.IndentedBlock) -> list[Match]:
+def _expression_matches(pattern: cst.BaseExpression, block: cst.IndentedBlock) -> list[PatternMatch]:
     found = []
     anything = isinstance(pattern, cst.Name) and pattern.value.startswith(_ONE)
     for index, statement in enumerate(block.body):
@@ -89,7 +89,7 @@ def _expression_matches(pattern: cst.BaseExpression, block: cst.IndentedBlock) -
             # LibCST's classes are abstract, so isinstance is slow.
             if (anything or type(node) is type(pattern)) and _matches(pattern, node, captures):
                 assert isinstance(node, cst.BaseExpression), "as the pattern is"
-                found.append(Match(block, index, index + 1, captures, node))
+                found.append(PatternMatch(block, index, index + 1, captures, node))
     return found
 
 

@@ -14,7 +14,7 @@ from opslot.patchgen.fingerprint import fingerprint
 from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.fused_loss import UnknownLossError
 from opslot.patchgen.losses import loss_region, loss_statements
-from opslot.patchgen.pattern import Match, compile_pattern, find_matches
+from opslot.patchgen.pattern import PatternMatch, compile_pattern, find_matches
 from opslot.patchgen.tree import is_docstring, names_below, splice
 
 
@@ -136,7 +136,7 @@ def apply_slot_loss(edit: SlotLoss, document: Document) -> None:
         region = loss_region(_as_ast(method), constructor, class_name, ModuleView(document.upstream).classes)
     except UnknownLossError as reason:
         raise document.fail(edit, f"it {reason}", show=edit.target) from None
-    match = Match(block, region.start, region.stop)
+    match = PatternMatch(block, region.start, region.stop)
     swaps = {id(match): replace_match(edit, document, match, loss_statements(region, edit.slot))}
     document.put(edit.target, rewrite(edit, document, method, [match], swaps))
     document.note(edit.target, edit.summary)

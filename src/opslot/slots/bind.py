@@ -139,7 +139,8 @@ def _put(model: Any, binding: Binding, placed: list[_Placed]) -> None:
             set_attached(module, {**attached(module), op.name: op.attach(module, slot, kernel)})
     runs = _runs(model, binding)
     profile = "" if all(s.resolution.explicit for s in binding.slots) else str(read_profile(binding.device))
-    note = "\n".join(line for line in (profile, _quantized_layers(model), _by_document(model)) if line)
+    notes = [op.note(model) for op in KERNEL_REGISTRY.ops.values() if op.note is not None]
+    note = "\n".join(line for line in (profile, *notes, _by_document(model)) if line)
     watch = model.register_forward_pre_hook(_follow, with_kwargs=True)
     set_binding_state(model, _Written(binding, runs, make_report(binding, runs, runs, note), watch))
 
@@ -210,16 +211,6 @@ def unbind(model: Any) -> None:
             hint="bind it to eager, opslot.bind(model, 'eager'), or build the model again",
         )
     _take_down(model)
-
-
-def _quantized_layers(model: Any) -> str:
-    """A line on layers that compute with quantized weights, outside of any slot."""
-    found = [module.quantization for module in model.modules() if hasattr(module, "quantization")]
-    experts = [module for module in model.modules() if "quantized_experts" in module.__dict__]
-    if not found:
-        return ""
-    also = f"; the weights of experts are {found[0]} too, dequantized for each call" if experts else ""
-    return f"{len(found)} linear layers compute with {found[0]} weights; the kernels above run around them{also}"
 
 
 def _by_document(model: Any) -> str:

@@ -312,16 +312,18 @@ def _absent(
         op = _op_of(field)
         if value == "eager" or not op.bound_to_model:
             continue
-        problem = _without_slot(field, value, "*", slots, skipped)
+        name = config.name_of(field)
+        problem = _without_slot(field, name, value, "*", slots, skipped)
         if problem is None:
-            yield Absent("-", op.name, f"{field}={value}, but this architecture has no such op")
+            yield Absent("-", op.name, f"{name}={value}, but this architecture has no such op")
         else:
             problems += problem
     for glob, chosen in config.overrides.items():
         for field, value in chosen.items():
-            problem = _without_slot(field, value, glob, slots, skipped)
+            name = config.name_of(field)
+            problem = _without_slot(field, name, value, glob, slots, skipped)
             if problem is None:
-                why = f"overrides: {field}={value}, but no module path like this has the op"
+                why = f"overrides: {name}={value}, but no module path like this has the op"
                 if value in ("auto", "eager"):
                     yield Absent(glob, _op_of(field).name, why)
                 else:
@@ -333,11 +335,11 @@ def _absent(
 
 
 def _without_slot(
-    field: str, value: str, glob: str, slots: Iterable[SlotBinding], skipped: Iterable[SkippedPart]
+    field: str, name: str, value: str, glob: str, slots: Iterable[SlotBinding], skipped: Iterable[SkippedPart]
 ) -> list[_Problem] | None:
     """Why a field reaches no slot at the modules that `glob` names, for each part; nothing where it reaches one.
 
-    Returns None where those modules have no such op at all.
+    The texts call it `name`. Returns None where those modules have no such op at all.
     """
     of_field = [slot for slot in slots if slot.field == field and fnmatch.filter([slot.path, *slot.parts], glob)]
     if any(not slot.kept for slot in of_field):
@@ -348,7 +350,7 @@ def _without_slot(
             if _selected_by(field, part) and (found := fnmatch.filter(paths, glob)):
                 where[found[0], part.reason] = f"{part.symbol} has no slot: "
     return [
-        (path or "model", f"{field}={value!r}: {part}{why}; use eager or auto") for (path, why), part in where.items()
+        (path or "model", f"{name}={value!r}: {part}{why}; use eager or auto") for (path, why), part in where.items()
     ] or None
 
 

@@ -78,6 +78,7 @@ class OpsImplementationConfig:
     preset: str
     overrides: Mapping[str, Mapping[str, str]]
     _values: dict[str, str]
+    _aliases_given: dict[str, str]
 
     def __init__(
         self,
@@ -104,10 +105,17 @@ class OpsImplementationConfig:
             for glob, chosen in (overrides or {}).items()
         }
         read_only = {glob: MappingProxyType(chosen) for glob, chosen in by_glob.items()}
-        self.__dict__.update(preset=preset, overrides=MappingProxyType(read_only), _values=values)
+        aliases = _aliases()
+        names = [name for given in (fields, *(overrides or {}).values()) for name in given if name in aliases]
+        self.__dict__.update(
+            preset=preset,
+            overrides=MappingProxyType(read_only),
+            _values=values,
+            _aliases_given={aliases[name]: name for name in names},
+        )
         for where, chosen in [("", values), *((f"overrides[{glob!r}].", chosen) for glob, chosen in by_glob.items())]:
             for field, value in chosen.items():
-                problem = _value_problem(field, value, known[field])
+                problem = _value_problem(self.name_of(field), value, known[field])
                 if problem:
                     problems.append(where + problem)
         if problems:
@@ -164,6 +172,10 @@ class OpsImplementationConfig:
     def named_fields(self) -> Iterator[tuple[str, str]]:
         """Fields with a value other than "auto"."""
         return ((field, value) for field, value in self._values.items() if value != "auto")
+
+    def name_of(self, field: str) -> str:
+        """The name under which the user set a field: an alias or its own."""
+        return self._aliases_given.get(field, field)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data from which an equal config can be made."""

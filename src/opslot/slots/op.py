@@ -135,6 +135,8 @@ class OpSpec:
             implementation though the configuration has "auto" or a kernel, or None.
         can_serve: `(bound kernel, *modules) -> bool`: whether the kernel may run in place of a call of the modules
             that generated code gives to `BoundKernel.can_serve`.
+        is_called: `(arguments of a call of the model) -> bool`: whether the kernel is called then; None in every call.
+        note: `(model) -> line`: what `explain` adds to its table on the op, "" for nothing.
         bound_to_model: False for an op that the trainer chooses for itself and no model is bound to (the optimizer).
     """
 
@@ -150,6 +152,8 @@ class OpSpec:
     part: Callable[[Any], bool] | None = None
     keeps: Callable[[Any, Any, str], str | None] | None = None
     can_serve: Callable[..., bool] | None = None
+    is_called: Callable[[Mapping[str, Any]], bool] | None = None
+    note: Callable[[Any], str] | None = None
     bound_to_model: bool = True
     description: str = ""
 

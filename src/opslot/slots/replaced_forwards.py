@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from opslot._base.logging import get_logger
 from opslot.slots.protocol import bound_kernel, replaced_forward, set_kernel, walk_slots
+from opslot.slots.registry import KERNEL_REGISTRY
 from opslot.slots.slot import BoundKernel
 
 logger = get_logger(__name__)
@@ -74,15 +75,15 @@ def watch_named_kernels(model: Any, arguments: Mapping[str, Any]) -> bool:
     """Log, after the call of `model` that begins now, each named kernel that a replaced forward did not call.
 
     Args:
-        arguments: those of the call. Without labels, a loss is not computed.
+        arguments: those of the call.
 
     Returns:
         Whether no later call has to be watched.
     """
-    has_labels = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
     found, waits = [], False
     for module, path, slot, kernel in _named_in_replaced(model):
-        if kernel.op_name == "cross_entropy_loss" and not has_labels:
+        is_called = KERNEL_REGISTRY.op(kernel.op_name).is_called
+        if is_called is not None and not is_called(arguments):
             waits = True
             continue
         found.append(_Watched(module, path, slot, kernel, _Watching(kernel)))

@@ -56,7 +56,7 @@ from opslot.trainer.saver import CheckpointSaver
 from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, start_processes, with_default_precision
 from opslot.trainer.stopping import StopRequest
 from opslot.trainer.throughput import StepMeter
-from opslot.trainer.validate import Inputs, micro_batch_size, validate
+from opslot.trainer.validate import RunInputs, micro_batch_size, validate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +115,7 @@ class BaseTrainer(ABC):
         config = with_default_precision(config)
         self.config = config
         self.console = console or make_console()
-        self.inputs: Inputs = validate(config)
+        self.inputs: RunInputs = validate(config)
         for warning in self.inputs.warnings:
             self.say(f"warning: {warning}")
         self.output_dir = Path(config.train.output_dir).expanduser()

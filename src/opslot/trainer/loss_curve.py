@@ -101,4 +101,4 @@ def _style(axes: Any, title: str) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(_FAINT)
-    axes.legend(frameon=False, labelcolor=_INK)
+    axes.legend(loc="upper right", frameon=False, labelcolor=_INK)

@@ -32,7 +32,7 @@ from opslot.models._multimodal.placeholders import PlaceholderCheck
 from opslot.trainer.config import EvaluationConfig, RunConfig
 from opslot.trainer.processors import load_processor, multimodal_class
 from opslot.trainer.setup import input_dtype
-from opslot.trainer.validate import Inputs, micro_batch_size
+from opslot.trainer.validate import RunInputs, micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class RunData:
     def __init__(
         self,
         config: RunConfig,
-        inputs: Inputs,
+        inputs: RunInputs,
         tokenizer: PreTrainedTokenizerBase,
         model_config: PreTrainedConfig,
     ) -> None:
@@ -247,7 +247,7 @@ def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return pad if pad is not None else tokenizer.eos_token_id or 0
 
 
-def open_tokenizer(config: RunConfig, inputs: Inputs, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+def open_tokenizer(config: RunConfig, inputs: RunInputs, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """The run's tokenizer, with the model config's end-of-sequence token where it has none (a bare tokenizer.json)."""
     tokenizer = load_tokenizer(inputs.tokenizer_path, trust_remote_code=config.model.trust_remote_code)
     if tokenizer.eos_token_id is None:
@@ -291,7 +291,7 @@ def check_answer_length(evaluation: EvaluationConfig, model_config: PreTrainedCo
 
 
 def make_encoder(
-    config: RunConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
+    config: RunConfig, inputs: RunInputs, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
 ) -> Encoder:
     """The encoder of the run's task.
 
@@ -336,7 +336,7 @@ def make_encoder(
 
 def _multimodal_encoder(
     config: RunConfig,
-    inputs: Inputs,
+    inputs: RunInputs,
     tokenizer: PreTrainedTokenizerBase,
     model_config: PreTrainedConfig,
     common: dict[str, Any],

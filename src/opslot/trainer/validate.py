@@ -42,7 +42,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """Files and folders that a valid configuration refers to.
 
     Attributes:
@@ -61,7 +61,7 @@ class Inputs:
     warnings: list[str]
 
 
-def validate(config: RunConfig) -> Inputs:
+def validate(config: RunConfig) -> RunInputs:
     """Check `config` against itself, the files and this machine; writes nothing.
 
     Raises:
@@ -84,7 +84,7 @@ def validate(config: RunConfig) -> Inputs:
     return replace(inputs, checkpoint=checkpoint, warnings=_no_effect(config))
 
 
-def validate_data(config: RunConfig) -> Inputs:
+def validate_data(config: RunConfig) -> RunInputs:
     """As `validate`, for commands that only read the data: processes and output folder are not checked.
 
     Raises:
@@ -97,7 +97,7 @@ def validate_data(config: RunConfig) -> Inputs:
     return inputs
 
 
-def _check_inputs(config: RunConfig, problems: list[str]) -> Inputs:
+def _check_inputs(config: RunConfig, problems: list[str]) -> RunInputs:
     _check_paths(config, problems)
     if problems:
         raise _cannot_start(problems)
@@ -109,7 +109,7 @@ def _check_inputs(config: RunConfig, problems: list[str]) -> Inputs:
     _check_task(config, problems)
     check_lora(config, problems)
     check_optimizer(config, problems)
-    return Inputs(config_path, tokenizer_path, sources, eval_files, None, [])
+    return RunInputs(config_path, tokenizer_path, sources, eval_files, None, [])
 
 
 def _cannot_start(problems: list[str]) -> ConfigError:

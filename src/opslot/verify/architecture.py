@@ -17,7 +17,7 @@ of packed documents may be twice as far from those in float32 as Transformers' o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,14 +82,20 @@ class ArchitectureCheck:
         return found | {"samples": list(self.samples), "missing": dict(self.missing)}
 
     def __str__(self) -> str:
+        title, *notes = self.summary().splitlines()
+        rows = [(o.name, o.result, next(iter(o.detail.splitlines()), "")) for o in self.outcomes]
+        table = [] if self.error else format_table(("check", "result", "detail"), rows)
+        return "\n".join([title, *table, *notes])
+
+    def summary(self) -> str:
+        """The result and all else that the table of checks does not show."""
         title = f"{self.arch}: {'passed' if self.ok else 'failed'}"
         if self.error:
             return f"{title}\n{self.error}"
-        rows = [(o.name, o.result, o.detail.splitlines()[0] if o.detail else "") for o in self.outcomes]
         more = [o.detail for o in self.outcomes if o.result == "failed" and "\n" in o.detail]
         samples = [f"samples: {', '.join(self.samples)}"] if self.samples != ("text",) else []
         absent = [f"no sample of {name}: {reason}" for name, reason in self.missing.items()]
-        return "\n".join([title, *format_table(("check", "result", "detail"), rows), *samples, *absent, *more])
+        return "\n".join([title, *samples, *absent, *more])
 
 
 def check_architecture(
@@ -100,6 +106,7 @@ def check_architecture(
     processes: Processes | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = "float32",
+    report: Callable[[CheckOutcome], object] | None = None,
 ) -> ArchitectureCheck:
     """Run `CHECKS` on a tiny random model of an architecture.
 
@@ -115,6 +122,7 @@ def check_architecture(
             them.
         device: where the model runs.
         dtype: of its parameters: float32, bfloat16 or float16.
+        report: called with the outcome of each check as soon as it ends.
 
     Returns:
         A failed check is a result, not an exception; so is a model that cannot be built or that has no slots.
@@ -144,8 +152,12 @@ def check_architecture(
         return ArchitectureCheck(name, error=f"raised {type(error).__name__}: {error}")
     with Processes(WORLD) if processes is None else contextlib.nullcontext(processes) as workers:
         run = ConfigChecks(config, ops, workers, media, device, dtype)
-        outcomes = tuple(run.outcome(check) for check in CHECKS if check in checks)
-    return ArchitectureCheck(name, outcomes, kernels, "", tuple(media.batches) if media else ("text",), missing)
+        outcomes = []
+        for check in (check for check in CHECKS if check in checks):
+            outcomes.append(run.outcome(check))
+            if report is not None:
+                report(outcomes[-1])
+    return ArchitectureCheck(name, tuple(outcomes), kernels, "", tuple(media.batches) if media else ("text",), missing)
 
 
 def _selected_checks(checks: Sequence[str] | None, device: torch.device, dtype: torch.dtype) -> Sequence[str]:

@@ -28,7 +28,7 @@ _SIDES = ("image_size", "resolution")
 
 
 @dataclass(frozen=True)
-class Form:
+class InlinedForm:
     """How a model takes the images or audio of a sample.
 
     Attributes:
@@ -72,7 +72,7 @@ class InlinedInputs:
             for kind, names in {"image": ("vision_config", "encoder"), "audio": ("audio_config",)}.items()
         }
 
-    def forms(self, kind: str, count: int) -> Iterator[Form]:
+    def forms(self, kind: str, count: int) -> Iterator[InlinedForm]:
         """Forms of `count` images or audio in one sample, those of models that take one as well."""
         by_image = self._of_images if kind == "image" else self._of_audio
         has_token = self._has_token(kind)
@@ -84,9 +84,9 @@ class InlinedInputs:
             tokens = (1,)
         for dims, inner in by_image(count):
             for number, by_sample in itertools.product(tokens, (True, False)):
-                yield Form(kind, self.names[kind], dims, inner, number, has_token, by_sample)
+                yield InlinedForm(kind, self.names[kind], dims, inner, number, has_token, by_sample)
 
-    def inputs(self, form: Form, is_placeholder: Tensor, generator: torch.Generator) -> Batch:
+    def inputs(self, form: InlinedForm, is_placeholder: Tensor, generator: torch.Generator) -> Batch:
         """Arguments of the forward besides the tokens.
 
         Args:
@@ -105,7 +105,7 @@ class InlinedInputs:
             return own
         return [name for name in own if name.startswith(kind)]
 
-    def _other(self, name: str, form: Form, is_placeholder: Tensor) -> Tensor | None:
+    def _other(self, name: str, form: InlinedForm, is_placeholder: Tensor) -> Tensor | None:
         length = len(is_placeholder)
         if name.endswith("position_mask"):
             return is_placeholder[None]
@@ -125,7 +125,7 @@ class InlinedInputs:
             return torch.tensor([form.inner[1:]] * form.dims[0])
         return None
 
-    def _patches(self, form: Form) -> tuple[int, ...]:
+    def _patches(self, form: InlinedForm) -> tuple[int, ...]:
         """Dims of a mask of an image's patches, or of an audio's frames."""
         if form.kind == "audio":
             return (max(form.inner),) if self._mels in form.inner else form.inner[:1]

@@ -21,7 +21,7 @@ from opslot.models._multimodal.audio import AudioInputs
 from opslot.models._multimodal.images import Size, visual_inputs
 from opslot.models._multimodal.modalities import computes_features_inside, feature_module
 from opslot.models._multimodal.probe import count_features
-from opslot.verify.inlined import Form, InlinedInputs
+from opslot.verify.inlined import InlinedForm, InlinedInputs
 from opslot.verify.random_model import SEED, text_ids
 
 KINDS = ("image", "video", "audio")
@@ -71,7 +71,7 @@ def media_samples(model: Any) -> MediaSamples | None:
     by_mask = any(name.endswith("position_mask") for name in inlined.parameters)
     if not inlined.names or not (found is None or by_mask):
         return found
-    forms: dict[str, Form] = {}
+    forms: dict[str, InlinedForm] = {}
     return _samples(inlined.names, lambda kinds: _first_form_that_runs(inlined, kinds, forms))
 
 
@@ -100,14 +100,14 @@ def _samples(own: Collection[str], find: Callable[[Sequence[str]], tuple[Batch |
 
 
 def _first_form_that_runs(
-    inlined: InlinedInputs, kinds: Sequence[str], known: dict[str, Form]
+    inlined: InlinedInputs, kinds: Sequence[str], known: dict[str, InlinedForm]
 ) -> tuple[Batch | None, str]:
     """A sample of a model whose forward computes features itself, or why there is none.
 
     Args:
         known: forms by kind, for samples of several kinds; that of the only one of `kinds` is added.
     """
-    ways: Iterable[list[Form]]
+    ways: Iterable[list[InlinedForm]]
     if len({*kinds}) == 1:
         ways = ([form] for form in inlined.forms(kinds[0], len(kinds)))
     elif {*kinds} <= known.keys():
@@ -131,7 +131,7 @@ def _first_form_that_runs(
     return None, raised or error
 
 
-def _inlined_sample(inlined: InlinedInputs, forms: Sequence[Form]) -> Batch:
+def _inlined_sample(inlined: InlinedInputs, forms: Sequence[InlinedForm]) -> Batch:
     generator = torch.Generator().manual_seed(SEED)
     config = inlined.model.config
     text = partial(_text, text_ids(config), generator)

@@ -212,11 +212,11 @@ def test_triton_steps_of_any_size(sizes):
 
 def test_triton_sums_parts_of_a_group(monkeypatch):
     """Heads of a group in several programs, of which the last has fewer heads."""
-    from opslot.ops.mamba_chunk_scan.kernels.call import Call
+    from opslot.ops.mamba_chunk_scan.kernels.call import ScanCall
 
     given = inputs(40, heads=6, groups=2, dtype=torch.float32)
     for parts in (1, 2, 3):
-        monkeypatch.setattr(Call, "parts", parts)
+        monkeypatch.setattr(ScanCall, "parts", parts)
         assert_like_fp64(given | OPTIONS)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES
+
 
 @cache
 def limit_has_gradient() -> bool:
@@ -73,6 +75,11 @@ def activation_name(activation: Any) -> str | None:
             return "gelu" if activation.approximate == "none" else "gelu_tanh"
         return _NAMES.get(type(activation).__name__)
     return _NAMES.get(getattr(activation, "__name__", ""))
+
+
+def activation_in(module: Any) -> Any:
+    """The activation that an MLP holds; None if it has none."""
+    return next((found for name in ACTIVATION_ATTRIBUTES if (found := getattr(module, name, None)) is not None), None)
 
 
 def activate(activation: Activation, x: Tensor) -> Tensor:

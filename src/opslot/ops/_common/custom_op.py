@@ -111,6 +111,15 @@ def empty_gradients(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) ->
     )
 
 
+def all_but_last_gradient(differentiable: int) -> Callable[..., tuple[Tensor | None, ...]]:
+    """`allocate_gradients` of an op with two outputs that computes all gradients, the last only where it is needed."""
+
+    def allocate(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+        return empty_gradients(args[:differentiable], (*[True] * (differentiable - 1), args[-1]))
+
+    return allocate
+
+
 def _backward_schema(name: str, outputs: int, arguments: list[str], differentiable: list[str]) -> str:
     """The schema of the backward of op `name`: (*douts, *arguments, *needs) -> gradients."""
     several = len(differentiable) > 1

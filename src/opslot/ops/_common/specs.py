@@ -107,6 +107,12 @@ def add_torch_kernel(op: OpSpec, variants: Iterable[str], **options: Any) -> Non
     add_kernel(op, "torch_fused", "torch_fused:{variant}", variants, portable=True, **options)
 
 
+def priority_in_16_bits(request: KernelRequest) -> int | None:
+    """80 where a kernel was measured: `standard` in bf16 and fp16, all other variants only in bf16."""
+    measured = HALF_FLOATS if request.variant == "standard" else {torch.bfloat16}
+    return 80 if request.dtype in measured else None
+
+
 def fp32_priority(value: int) -> Callable[[KernelRequest], int | None]:
     """`value` for float32, else None: on CPUs plain torch is faster than eager in float32, not in bfloat16."""
     return lambda request: value if request.dtype in (None, torch.float32) else None

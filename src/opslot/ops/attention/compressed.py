@@ -21,7 +21,7 @@ from opslot._base.errors import KernelError
 from opslot.ops._common.arguments import copy_or_zero, in_autocast_dtype, reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops.attention.compressed_call import LOG2E, Call, Inputs
+from opslot.ops.attention.compressed_call import LOG2E, CompressedCall, CompressedInputs
 from opslot.ops.attention.compressed_keys import keys_gradient
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.kernels.compressed_backward import launch_dq
@@ -114,9 +114,9 @@ def _allocate(q: Tensor, kv: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 
 
 def _run(outputs: tuple[Tensor, Tensor], *arguments: Any) -> None:
-    inputs = Inputs(*arguments).adjacent()
+    inputs = CompressedInputs(*arguments).adjacent()
     q, kv, sinks, *_, scale, _ = inputs
-    call = Call(inputs)
+    call = CompressedCall(inputs)
     if call.empty:
         return
     tile = call.plan.forward
@@ -135,10 +135,10 @@ def _run_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, *arguments
     """Write those of the `gradients` of q, kv and sinks that are not None."""
     dq, dkv, dsinks = gradients
     tensors, (out, lse), options = arguments[:6], arguments[6:8], arguments[8:-3]
-    inputs = Inputs(*tensors, *options).adjacent()
+    inputs = CompressedInputs(*tensors, *options).adjacent()
     q, kv, sinks, *_, scale, _ = inputs
     dout = dout.contiguous()
-    call = Call(inputs)
+    call = CompressedCall(inputs)
     if call.empty:
         for gradient in gradients:
             copy_or_zero(gradient, None)

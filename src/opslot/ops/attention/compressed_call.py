@@ -21,7 +21,7 @@ LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Plan:
+class CompressedTiles:
     """Tiles of the kernels. `rows` are query heads of one token; those of `dkv` are of several."""
 
     forward: Tile
@@ -31,17 +31,17 @@ class Plan:
 
 # By element size. These fit into 99 KiB of shared memory, that of the smallest supported GPUs, at the widest head.
 PLANS = {
-    2: Plan(Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 32, 4, 1)),
-    4: Plan(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    2: CompressedTiles(Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 32, 4, 1)),
+    4: CompressedTiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
-H200_PLANS = PLANS | {2: Plan(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2))}
+H200_PLANS = PLANS | {2: CompressedTiles(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2))}
 
 
-def plan(element_bytes: int, capability: tuple[int, int] | None) -> Plan:
+def plan(element_bytes: int, capability: tuple[int, int] | None) -> CompressedTiles:
     return (H200_PLANS if capability == H200 else PLANS)[element_bytes]
 
 
-class Inputs(NamedTuple):
+class CompressedInputs(NamedTuple):
     """The arguments of the op; see `compressed.py`."""
 
     q: Tensor
@@ -54,15 +54,15 @@ class Inputs(NamedTuple):
     scale: float
     window: int | None
 
-    def adjacent(self) -> Inputs:
+    def adjacent(self) -> CompressedInputs:
         """With adjacent channels of q and kv."""
         return self._replace(q=adjacent(self.q), kv=adjacent(self.kv))
 
 
-class Call:
+class CompressedCall:
     """What the kernels' launches have in common."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: CompressedInputs) -> None:
         q, kv, _, selected, real, cu_seqlens, compressed, _, window = inputs
         self.batch, self.queries, self.heads, self.width = q.shape
         self.window_keys, self.compressed = kv.shape[1] - compressed, compressed

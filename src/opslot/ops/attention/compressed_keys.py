@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.kernel_launch import cdiv, sm_count
-from opslot.ops.attention.compressed_call import LOG2E, Call, pointer
+from opslot.ops.attention.compressed_call import LOG2E, CompressedCall, pointer
 from opslot.ops.attention.compressed_reference import selected_mask
 from opslot.ops.attention.kernels.compressed_backward import launch_dkv, launch_selected_dkv, launch_sum_parts
 from opslot.ops.attention.kernels.compressed_forward import COUNTS, INDICES
@@ -17,7 +17,14 @@ _ROWS_OF_SUM = 16
 
 
 def keys_gradient(
-    call: Call, q: Tensor, kv: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, scale: float, compressed: bool
+    call: CompressedCall,
+    q: Tensor,
+    kv: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    compressed: bool,
 ) -> Tensor:
     """The gradient [B, W, D] of the keys of the window or [B, T, D] of the compressed keys, in float32."""
     # By blocks, every query reads all earlier compressed keys, half of all on average; by queries, those that it
@@ -27,7 +34,9 @@ def keys_gradient(
     return _by_block(call, q, kv, dout, lse, delta, scale, compressed)
 
 
-def _by_query(call: Call, q: Tensor, kv: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, scale: float) -> Tensor:
+def _by_query(
+    call: CompressedCall, q: Tensor, kv: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, scale: float
+) -> Tensor:
     selected = call.selected
     assert selected is not None
     tile, keys, places = call.plan.dkv, call.compressed, call.places
@@ -65,7 +74,14 @@ def _by_query(call: Call, q: Tensor, kv: Tensor, dout: Tensor, lse: Tensor, delt
 
 
 def _by_block(
-    call: Call, q: Tensor, kv: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, scale: float, compressed: bool
+    call: CompressedCall,
+    q: Tensor,
+    kv: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    compressed: bool,
 ) -> Tensor:
     tile = call.plan.dkv
     keys = call.compressed if compressed else call.window_keys
@@ -121,7 +137,7 @@ def _by_block(
     return found[0] if parts == 1 else found.sum(0)
 
 
-def _spans_of_window(call: Call, blocks: int, size: int) -> Tensor:
+def _spans_of_window(call: CompressedCall, blocks: int, size: int) -> Tensor:
     """int32 [B, blocks, 2]: the first query that sees a key of a block, and the one after the last."""
     first = torch.arange(0, blocks * size, size, device=call.intervals.device)
     last = (first + size).clamp(max=call.window_keys) - 1
@@ -129,7 +145,7 @@ def _spans_of_window(call: Call, blocks: int, size: int) -> Tensor:
     return spans.expand(call.batch, -1, -1).contiguous()
 
 
-def _spans_of_selected(call: Call, selected: Tensor | None, blocks: int, size: int) -> Tensor:
+def _spans_of_selected(call: CompressedCall, selected: Tensor | None, blocks: int, size: int) -> Tensor:
     device = call.intervals.device
     if selected is None:
         return torch.tensor([0, call.queries], dtype=torch.int32, device=device).expand(call.batch, blocks, 2).clone()

@@ -10,7 +10,7 @@ from transformers import masking_utils
 _MODULE = masking_utils.__name__
 
 
-class Pattern(NamedTuple):
+class MaskPattern(NamedTuple):
     """What a mask function hides; `documents` int [B, S] are ids of the documents of a row."""
 
     causal: bool | None = None
@@ -19,26 +19,26 @@ class Pattern(NamedTuple):
     documents: Tensor | None = None
 
 
-BIDIRECTIONAL = Pattern(causal=False)
+BIDIRECTIONAL = MaskPattern(causal=False)
 
 
-def _read(function: Any) -> Pattern | None:
+def _read(function: Any) -> MaskPattern | None:
     """The pattern of one of Transformers' mask functions; None for any other function."""
     if getattr(function, "__module__", None) != _MODULE:
         return None
     name = function.__qualname__
     if name == "causal_mask_function":
-        return Pattern(causal=True)
+        return MaskPattern(causal=True)
     if name == "bidirectional_mask_function":
-        return Pattern(causal=False)
+        return MaskPattern(causal=False)
     cells = _cells(function)
     match name.partition(".")[0]:
         case "sliding_window_overlay":
-            return Pattern(window=cells["sliding_window"])
+            return MaskPattern(window=cells["sliding_window"])
         case "chunked_overlay":
-            return Pattern(chunk=cells["chunk_size"])
+            return MaskPattern(chunk=cells["chunk_size"])
         case "packed_sequence_mask_function":
-            return Pattern(documents=cells["packed_sequence_mask"])
+            return MaskPattern(documents=cells["packed_sequence_mask"])
         case "remap_positions_for_packed_sequence":
             return _read(cells["mask_function"])
         case "and_masks":
@@ -75,15 +75,15 @@ def _has_chunks(function: Any) -> bool:
     return function.__qualname__.startswith("chunked_overlay") or any(map(_has_chunks, parts))
 
 
-def pattern_of(mask_function: Any) -> Pattern | None:
+def pattern_of(mask_function: Any) -> MaskPattern | None:
     """The pattern of a whole mask; None where it cannot be read."""
     pattern = _read(mask_function)
     return None if pattern is None or pattern.causal is None else pattern
 
 
-def _merged(parts: list[Pattern | None]) -> Pattern | None:
+def _merged(parts: list[MaskPattern | None]) -> MaskPattern | None:
     """Both of two patterns; None if their combination is not a pattern."""
-    found = Pattern()
+    found = MaskPattern()
     for part in parts:
         given = {} if part is None else {name: value for name, value in part._asdict().items() if value is not None}
         if part is None or any(getattr(found, name) is not None for name in given):

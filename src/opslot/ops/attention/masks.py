@@ -20,7 +20,7 @@ from opslot._base.errors import KernelError
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import in_autocast_dtype
 from opslot.ops.attention.contract import AttentionCall
-from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, Pattern, by_index, pattern_of
+from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, MaskPattern, by_index, pattern_of
 from opslot.slots.protocol import FIRST_PADDING
 
 
@@ -139,7 +139,7 @@ def split_documents(cu_seqlens: Tensor, tokens: int, chunk: int) -> Tensor:
 _splits: TensorCache[Tensor] = TensorCache(4)
 
 
-def _layout(pattern: Pattern, attention_mask: Tensor | None) -> Layout | str | None:
+def _layout(pattern: MaskPattern, attention_mask: Tensor | None) -> Layout | str | None:
     """The layout of the global sequences; None if only causality limits attention; a string if it cannot be derived."""
     starts, keys, unseeing = None, None, None
     if pattern.documents is not None:
@@ -306,7 +306,7 @@ def mask_function(
     return mask
 
 
-def _needs_padding(pattern: Pattern | None, attention_mask: Tensor) -> bool:
+def _needs_padding(pattern: MaskPattern | None, attention_mask: Tensor) -> bool:
     """Whether no `Layout` lets queries that are padding attend to the keys that are not."""
     return pattern not in (None, BIDIRECTIONAL) and not bool(attention_mask.all())
 

@@ -195,7 +195,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """Tiles of the kernels; two for dk and dv compute them in two launches, which needs fewer registers."""
 
     forward: Tile
@@ -205,38 +205,38 @@ class Plan:
 
 # By element size and padded head size. These fit into 99 KiB of shared memory, that of the smallest supported GPUs.
 _PLANS = {
-    (2, 64): Plan(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), (Tile(64, 64, 4, 2),)),
-    (2, 128): Plan(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), (Tile(32, 64, 4, 2),)),
-    (2, 192): Plan(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), (Tile(32, 64, 4, 1),)),
-    (2, 256): Plan(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), (Tile(32, 64, 8, 1),) * 2),
-    (2, 512): Plan(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),) * 2),
-    (4, 64): Plan(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), (Tile(32, 32, 4, 2),)),
-    (4, 128): Plan(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), (Tile(32, 32, 4, 1),)),
-    (4, 192): Plan(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
-    (4, 256): Plan(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
+    (2, 64): TilePlan(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), (Tile(64, 64, 4, 2),)),
+    (2, 128): TilePlan(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), (Tile(32, 64, 4, 2),)),
+    (2, 192): TilePlan(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), (Tile(32, 64, 4, 1),)),
+    (2, 256): TilePlan(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), (Tile(32, 64, 8, 1),) * 2),
+    (2, 512): TilePlan(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),) * 2),
+    (4, 64): TilePlan(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), (Tile(32, 32, 4, 2),)),
+    (4, 128): TilePlan(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), (Tile(32, 32, 4, 1),)),
+    (4, 192): TilePlan(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
+    (4, 256): TilePlan(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
 }
 # The fastest of about 20 tiles for each kernel on an H200; for head size 128 those for packed documents, which take 2%
 # more in full sequences.
 _H200_PLANS = _PLANS | {
-    (2, 64): Plan(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), (Tile(128, 64, 4, 2),)),
-    (2, 128): Plan(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), (Tile(32, 64, 4, 3),)),
-    (2, 192): Plan(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), (Tile(32, 128, 8, 3),)),
-    (2, 256): Plan(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), (Tile(32, 128, 8, 3), Tile(64, 128, 8, 2))),
-    (2, 512): Plan(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), (Tile(64, 32, 8, 1), Tile(32, 64, 8, 2))),
+    (2, 64): TilePlan(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), (Tile(128, 64, 4, 2),)),
+    (2, 128): TilePlan(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), (Tile(32, 64, 4, 3),)),
+    (2, 192): TilePlan(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), (Tile(32, 128, 8, 3),)),
+    (2, 256): TilePlan(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), (Tile(32, 128, 8, 3), Tile(64, 128, 8, 2))),
+    (2, 512): TilePlan(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), (Tile(64, 32, 8, 1), Tile(32, 64, 8, 2))),
 }
 # Windows shorter than a few tiles.
 _NARROW = 256
-_H200_NARROW_PLANS = {(2, 64): Plan(Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), (Tile(128, 64, 4, 2),))}
+_H200_NARROW_PLANS = {(2, 64): TilePlan(Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), (Tile(128, 64, 4, 2),))}
 
 
 # The fastest of five tiles for each kernel, with 2048 of 8192 keys in 128 heads.
-_H200_SELECTED_PLANS = {(2, 192): Plan(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), (Tile(32, 64, 4, 3),))}
+_H200_SELECTED_PLANS = {(2, 192): TilePlan(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), (Tile(32, 64, 4, 3),))}
 
 
 @functools.cache
 def plan(
     element_bytes: int, width: int, narrow: bool, capability: tuple[int, int] | None, selected: bool = False
-) -> Plan:
+) -> TilePlan:
     """The tiles for padded heads of `width`.
 
     Args:

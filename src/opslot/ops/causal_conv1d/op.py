@@ -7,16 +7,17 @@ document's first tokens within the document; Transformers' code does not support
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.arguments import reject
+from opslot.ops._common.cost import elementwise_cost
 from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_hooks, separate_documents
 from opslot.ops.causal_conv1d.cases import CASES
-from opslot.slots import Cost, OpSpec, OpVariant
+from opslot.slots import OpSpec, OpVariant
 
 _ACTIVATIONS = {None: lambda x: x, "silu": nn.functional.silu, "swish": nn.functional.silu}
 
@@ -86,12 +87,6 @@ def _known_activation(module: Any) -> str | None:
     return None if activation in _ACTIVATIONS else f"its activation is {activation!r}, not silu"
 
 
-def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Forward reads the input and writes the output; backward reads both and writes the input's gradient."""
-    x = arguments["hidden_states"]
-    return Cost(bytes=5 * x.numel() * x.element_size())
-
-
 OP = OpSpec(
     name="causal_conv1d",
     attach=lambda model, slot, kernel: separate_documents(model, "causal_conv1d"),
@@ -103,7 +98,7 @@ OP = OpSpec(
             reference,
             CASES,
             ("hidden_states", "weight", "bias"),
-            _cost,
+            elementwise_cost("hidden_states"),
             _known_activation,
         )
     },

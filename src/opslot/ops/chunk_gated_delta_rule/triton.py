@@ -25,7 +25,7 @@ from torch import Tensor
 from opslot._base.kernel_launch import shared_memory
 from opslot.ops._common.arguments import copy_or_zero, reject, require_floats
 from opslot.ops._common.contract import takes
-from opslot.ops._common.custom_op import differentiable_op, empty_gradients
+from opslot.ops._common.custom_op import all_but_last_gradient, differentiable_op
 from opslot.ops._common.kernels.chunks import count_chunks
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, prepare
@@ -69,11 +69,6 @@ def _forward(outputs: tuple[Any, ...], *args: Any) -> None:
     write_output(call, system, initial_state, out, final)
 
 
-def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
-    """All but the gradient of the initial state are always computed."""
-    return empty_gradients(args[:_DIFFERENTIABLE], (*[True] * (_DIFFERENTIABLE - 1), args[-1]))
-
-
 def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> None:
     *inputs, initial_state, cu_seqlens = args[: _DIFFERENTIABLE + 1]
     *solution, normalize, want_final = args[_DIFFERENTIABLE + 1 : -_DIFFERENTIABLE]
@@ -100,7 +95,7 @@ _gated_delta_rule = differentiable_op(
     " Tensor? cu_seqlens, bool normalize, bool want_final) -> (Tensor, Tensor, Tensor inverse, Tensor within)",
     allocate=_allocate,
     launch=_forward,
-    allocate_gradients=_allocate_gradients,
+    allocate_gradients=all_but_last_gradient(_DIFFERENTIABLE),
     launch_backward=_backward,
     differentiable=_DIFFERENTIABLE,
     kept=("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens", "inverse", "within"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-class Inputs(NamedTuple):
+class LossInputs(NamedTuple):
     """What all variants take.
 
     Attributes:
@@ -36,8 +36,8 @@ class Inputs(NamedTuple):
 
 
 # (inputs, num_items_in_batch, label_smoothing) -> a scalar
-Loss = Callable[[Inputs, Tensor | int | None, float], Tensor]
-TokenLogProbs = Callable[[Inputs], tuple[Tensor, Tensor]]
+Loss = Callable[[LossInputs, Tensor | int | None, float], Tensor]
+TokenLogProbs = Callable[[LossInputs], tuple[Tensor, Tensor]]
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:
@@ -71,7 +71,7 @@ def loss_variants(loss: Loss, module: str) -> tuple[Callable[..., Tensor], Calla
                 the number of labels that are not ignored (NaN if there are none).
             shift_labels: labels that are shifted already, used as they are.
             bias: [V], the head's.
-            softcap, logit_scale: see `Inputs`.
+            softcap, logit_scale: see `LossInputs`.
             kwargs: other arguments of a model's forward (position_ids, cu_seq_lens_q, ...), ignored, and `head`, the
                 module of `weight` and `bias`: kernels marked by `set_adds_adapters` add its LoRA adapters.
 
@@ -81,7 +81,7 @@ def loss_variants(loss: Loss, module: str) -> tuple[Callable[..., Tensor], Calla
         if shift_labels is None:
             shift_labels = shifted(labels, ignore_index)
         head = kwargs.get("head")
-        inputs = Inputs(hidden_states, weight, bias, shift_labels, ignore_index, softcap, logit_scale, head)
+        inputs = LossInputs(hidden_states, weight, bias, shift_labels, ignore_index, softcap, logit_scale, head)
         return loss(inputs, num_items_in_batch, label_smoothing)
 
     def sequence_classification(
@@ -100,7 +100,7 @@ def loss_variants(loss: Loss, module: str) -> tuple[Callable[..., Tensor], Calla
         Returns:
             A scalar, float32 or float64.
         """
-        inputs = Inputs(hidden_states, weight, bias, labels, ignore_index, head=kwargs.get("head"))
+        inputs = LossInputs(hidden_states, weight, bias, labels, ignore_index, head=kwargs.get("head"))
         return loss(inputs, num_items_in_batch, label_smoothing)
 
     return _named(causal, module), _named(sequence_classification, module)
@@ -131,7 +131,7 @@ def token_log_probs_variant(run: TokenLogProbs, module: str) -> Callable[..., tu
         if shift_labels is None:
             shift_labels = shifted(labels, ignore_index)
         head = kwargs.get("head")
-        return run(Inputs(hidden_states, weight, bias, shift_labels, ignore_index, softcap, logit_scale, head))
+        return run(LossInputs(hidden_states, weight, bias, shift_labels, ignore_index, softcap, logit_scale, head))
 
     return _named(token_log_probs, module)
 

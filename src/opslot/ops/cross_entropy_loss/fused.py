@@ -23,7 +23,7 @@ from opslot.ops.cross_entropy_loss.chunked import (
     token_gradients,
     tokens,
 )
-from opslot.ops.cross_entropy_loss.contract import Inputs, loss_variants, token_log_probs_variant
+from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants, token_log_probs_variant
 from opslot.ops.cross_entropy_loss.low_rank import low_rank_of, set_adds_adapters
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_hidden, Tensor? low_weight, Tensor labels"
@@ -131,7 +131,7 @@ def loss_divisor(
     return num_items.reshape(()).to(dtype)
 
 
-def _prepared(name: str, inputs: Inputs, label_smoothing: float) -> tuple[Head, Tensor, ShapingArguments]:
+def _prepared(name: str, inputs: LossInputs, label_smoothing: float) -> tuple[Head, Tensor, ShapingArguments]:
     """The logits to compute, with the adapters of the module `head`, and the labels [N]."""
     shaping = (inputs.ignore_index, float(label_smoothing), *_shape(name, inputs.softcap, inputs.logit_scale))
     hidden, weight, bias, labels = flat_inputs(name, *inputs[:4])
@@ -148,7 +148,7 @@ def _reject(name: str, argument: str, found: str) -> NoReturn:
     reject(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
 
-def _loss(name: str, inputs: Inputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
+def _loss(name: str, inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
     head, labels, shaping = _prepared(name, inputs, label_smoothing)
     if not 0.0 <= shaping[1] <= 1.0:
         _reject(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
@@ -160,7 +160,7 @@ def _loss(name: str, inputs: Inputs, num_items: Tensor | int | None, label_smoot
     return _OPS[name].loss(*head, labels, divisor, *shaping, *wanted)[0]
 
 
-def _token_log_probs(name: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def _token_log_probs(name: str, inputs: LossInputs) -> tuple[Tensor, Tensor]:
     head, labels, shaping = _prepared(name, inputs, 0.0)
     log_probs, entropy = _OPS[name].tokens(*head, labels, *shaping)
     return log_probs.view(inputs.labels.shape), entropy.view(inputs.labels.shape)

@@ -10,11 +10,11 @@ import torch
 from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 from torch import Tensor
 
-from opslot.ops.cross_entropy_loss.contract import Inputs, loss_variants
+from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants
 from opslot.ops.cross_entropy_loss.fused import flat_inputs, loss_divisor
 
 
-def _loss(inputs: Inputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
+def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
     hidden_states, weight, bias, labels, ignore_index, softcap, logit_scale, _ = inputs
     # Scale the hidden states, which are smaller than the logits; exact for a power of two.
     if logit_scale != 1.0:

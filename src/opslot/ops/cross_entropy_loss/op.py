@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opslot.ops.cross_entropy_loss.cases import CAUSAL_CASES, CLASSIFICATION_CASES, TOKEN_CASES, benchmark_case
-from opslot.ops.cross_entropy_loss.contract import Inputs, loss_variants, token_log_probs_variant
+from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants, token_log_probs_variant
 from opslot.ops.cross_entropy_loss.heads import can_serve
 from opslot.ops.cross_entropy_loss.low_rank import linear_of, low_rank_problem
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
@@ -25,7 +25,7 @@ def log_probs_of(logits: Tensor, shift_labels: Tensor, ignore_index: int = -100)
     return log_probs.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0)
 
 
-def _logits(inputs: Inputs) -> Tensor:
+def _logits(inputs: LossInputs) -> Tensor:
     logits = F.linear(inputs.hidden_states, inputs.weight, inputs.bias)
     return scaled_and_capped(logits, inputs.softcap, inputs.logit_scale)
 
@@ -42,7 +42,7 @@ def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _loss(inputs: Inputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
+def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
     logits = _logits(inputs)
     logits = _upcast(logits).reshape(-1, logits.shape[-1])
     labels = inputs.labels.reshape(-1).to(logits.device)
@@ -56,7 +56,7 @@ def _loss(inputs: Inputs, num_items: Tensor | int | None, label_smoothing: float
     return loss / (num_items.to(loss.device).reshape(()) if isinstance(num_items, Tensor) else num_items)
 
 
-def _token_log_probs(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def _token_log_probs(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     return log_probs_of(_logits(inputs), inputs.labels.to(inputs.hidden_states.device), inputs.ignore_index)
 
 
@@ -127,9 +127,16 @@ _VARIANTS = (
     _variant(token_log_probs, TOKEN_CASES, "log-probability and entropy per token", _token_cost),
 )
 
+
+def _is_called(arguments: Mapping[str, Any]) -> bool:
+    """Without labels, a model computes no loss."""
+    return any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
+
+
 OP = OpSpec(
     name="cross_entropy_loss",
     description="linear head and cross entropy",
     can_serve=can_serve,
+    is_called=_is_called,
     variants={variant.name: variant for variant in _VARIANTS},
 )

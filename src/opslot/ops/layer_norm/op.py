@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from opslot.ops._common.cost import elementwise_cost
 from opslot.ops.layer_norm.cases import CASES, benchmark_case
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
+from opslot.slots import KernelRequest, OpSpec, OpVariant
 
 MAX_WIDTH = 16384
 
@@ -33,12 +34,6 @@ def normalized_shape(module: Any) -> tuple[int, ...] | None:
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     shape = normalized_shape(request.module)
     return {"width": shape[0]} if shape is not None and len(shape) == 1 else None
-
-
-def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Forward reads x and writes y, backward reads both x and dy and writes dx."""
-    x = arguments["hidden_states"]
-    return Cost(bytes=5 * x.numel() * x.element_size())
 
 
 def _applies_to(module: nn.Module, config: Any) -> str | None:
@@ -77,7 +72,7 @@ OP = OpSpec(
             standard,
             CASES,
             ("hidden_states", "weight", "bias"),
-            _cost,
+            elementwise_cost("hidden_states"),
             check_module=_other_forward,
             static_shape=_static_shape,
             benchmark_case=benchmark_case,

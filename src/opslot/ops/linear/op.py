@@ -162,6 +162,15 @@ _VARIANTS = (
     _variant("head", CASES[:3], "in output heads and routers", "linear_head_implementation"),
 )
 
+
+def _quantized_layers(model: Any) -> str:
+    """A line on layers that compute with quantized weights, outside of any slot."""
+    found = [module.quantization for module in model.modules() if hasattr(module, "quantization")]
+    if not found:
+        return ""
+    return f"{len(found)} linear layers compute with {found[0]} weights; the kernels above run around them"
+
+
 OP = OpSpec(
     name="linear",
     description="linear layers, and routers where a kernel is named",
@@ -170,4 +179,5 @@ OP = OpSpec(
     per_module=True,
     attach=_attach,
     detach=_detach,
+    note=_quantized_layers,
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opslot.ops._common.arguments import copy_or_zero, reject, require_floats
 from opslot.ops._common.contract import takes
-from opslot.ops._common.custom_op import differentiable_op, empty_gradients
+from opslot.ops._common.custom_op import all_but_last_gradient, differentiable_op
 from opslot.ops._common.kernels.tiles import as_tokens
 from opslot.ops.mamba_chunk_scan.kernels import selective, selective_gradients
 from opslot.ops.mamba_chunk_scan.kernels.call import prepare
@@ -61,11 +61,6 @@ def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
     write_output(call, steps, walk(call, call.x, steps, initial_states, final), out)
 
 
-def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
-    """All but the gradient of the initial states are always computed."""
-    return empty_gradients(args[:_DIFFERENTIABLE], (*[True] * (_DIFFERENTIABLE - 1), args[-1]))
-
-
 def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> None:
     *inputs, initial_states, cu_seqlens, softplus, low, high, want_final = args[:-_DIFFERENTIABLE]
     *grads, dinitial = gradients
@@ -100,7 +95,7 @@ _scan = differentiable_op(
     " -> (Tensor, Tensor)",
     allocate=_allocate,
     launch=_forward,
-    allocate_gradients=_allocate_gradients,
+    allocate_gradients=all_but_last_gradient(_DIFFERENTIABLE),
     launch_backward=_backward,
     differentiable=_DIFFERENTIABLE,
 )

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.activations import activation_name
+from opslot.ops._common.activations import activation_in, activation_name
+from opslot.ops._common.cost import elementwise_cost
 from opslot.ops._common.hooks import has_own_hooks
 from opslot.ops.mlp_activation.cases import (
     RELU2_CASES,
@@ -24,8 +25,7 @@ from opslot.ops.mlp_activation.cases import (
     relu2_benchmark_case,
     xielu_benchmark_case,
 )
-from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES
-from opslot.slots import BoundKernel, Cost, KernelRequest, OpSpec, OpVariant
+from opslot.slots import BoundKernel, KernelRequest, OpSpec, OpVariant
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -49,20 +49,15 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
     )
 
 
-def activation_of(module: Any) -> Any:
-    """The activation that an MLP holds; None if it has none."""
-    return next((found for name in ACTIVATION_ATTRIBUTES if (found := getattr(module, name, None)) is not None), None)
-
-
 def _has_relu2(module: Any) -> str | None:
-    activation = activation_of(module)
+    activation = activation_in(module)
     if activation_name(activation) == "relu2":
         return None
     return f"its activation is {_called(activation)}, the kernels compute squared ReLU"
 
 
 def _has_xielu(module: Any) -> str | None:
-    activation = activation_of(module)
+    activation = activation_in(module)
     # By name, because ops do not import Transformers.
     if type(activation).__name__ == "XIELUActivation":
         return None
@@ -101,12 +96,6 @@ def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     return None if width is None else {"width": width}
 
 
-def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Forward reads x and writes the result; backward reads x and dout and writes dx."""
-    x = arguments["x"]
-    return Cost(bytes=5 * x.numel() * x.element_size())
-
-
 OP = OpSpec(
     name="mlp_activation",
     description="the activation of an MLP without a gate: xIELU, squared ReLU",
@@ -117,7 +106,7 @@ OP = OpSpec(
             relu2,
             RELU2_CASES,
             ("x",),
-            _cost,
+            elementwise_cost("x"),
             check_module=_has_relu2,
             static_shape=_static_shape,
             benchmark_case=relu2_benchmark_case,
@@ -128,7 +117,7 @@ OP = OpSpec(
             xielu,
             XIELU_CASES,
             ("x", "alpha_p", "alpha_n"),
-            _cost,
+            elementwise_cost("x"),
             check_module=_has_xielu,
             static_shape=_static_shape,
             benchmark_case=xielu_benchmark_case,

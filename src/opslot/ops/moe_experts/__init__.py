@@ -18,6 +18,7 @@ from opslot.ops._common.specs import (
     add_gpu_kernel,
     add_kernel,
     add_triton_kernel,
+    priority_in_16_bits,
 )
 from opslot.ops.moe_experts.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest
@@ -25,12 +26,6 @@ from opslot.slots.protocol import is_adapted
 
 # The others compute the same GEMMs from other layouts, and have their priorities without a measurement.
 _MEASURED = ("standard", "clamped", "biased", "split")
-
-
-def _triton_priority(request: KernelRequest) -> int | None:
-    """Not measured in fp32, where its matmuls use no tensor cores; all variants but `standard` only in bf16."""
-    measured = HALF_FLOATS if request.variant == "standard" else {torch.bfloat16}
-    return 80 if request.dtype in measured else None
 
 
 def _grouped_mm_on_gpu(request: KernelRequest) -> int | None:
@@ -107,7 +102,8 @@ for _variant in OP.variants:
         OP,
         [_variant],
         name="fused_triton",
-        priority={_gpu(_variant): _triton_priority},
+        # Not measured in fp32, where its matmuls use no tensor cores.
+        priority={_gpu(_variant): priority_in_16_bits},
         description="grouped Triton GEMMs with gating and routing weights in their epilogues",
     )
 add_kernel(

@@ -14,7 +14,7 @@ from opslot.slots import InputCase
 from opslot.slots.random_inputs import randn
 
 # (dtype, arguments of the standard variant) -> arguments of another variant
-Form = Callable[[torch.dtype, dict[str, Any]], dict[str, Any]]
+CaseForm = Callable[[torch.dtype, dict[str, Any]], dict[str, Any]]
 
 
 def _case(
@@ -29,7 +29,7 @@ def _case(
     sentinels: float = 0.0,
     strided: bool = False,
     float32_weights: bool = False,
-    form: Form | None = None,
+    form: CaseForm | None = None,
     role: str = "check",
 ) -> InputCase:
     """`hit`: experts that the router can choose; `sentinels`: share of the choices that belong to another rank."""
@@ -117,7 +117,7 @@ _DEEPSEEK_V4 = partial(_bounded, limit=10.0)
 _GPT_OSS = partial(_biased, limit=7.0)
 
 
-def _checks(form: Form | None = None) -> list[InputCase]:
+def _checks(form: CaseForm | None = None) -> list[InputCase]:
     return [
         _case("plain", 97, 4, 2, 64, 32, form=form),
         _case("float32 routing weights", 97, 4, 2, 64, 32, float32_weights=True, form=form),
@@ -134,14 +134,14 @@ def _checks(form: Form | None = None) -> list[InputCase]:
     ]
 
 
-def _gpt_oss_layers(form: Form) -> list[InputCase]:
+def _gpt_oss_layers(form: CaseForm) -> list[InputCase]:
     return [
         _case(f"gpt-oss-20b layer, T={tokens}", tokens, 32, 4, 2880, 2880, form=form, role="bench")
         for tokens in (8192, 1024)
     ]
 
 
-def _qwen3(tokens: int, form: Form | None = None) -> InputCase:
+def _qwen3(tokens: int, form: CaseForm | None = None) -> InputCase:
     name = f"Qwen3-30B-A3B layer, T={tokens}"
     return _case(name, tokens, 128, 8, 2048, 768, float32_weights=True, form=form, role="bench")
 
@@ -150,7 +150,7 @@ def _with(name: str, dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str,
     return {**arguments, "activation": name}
 
 
-def benchmark_case(shape: Mapping[str, int], tokens: int, form: Form | None = None) -> InputCase:
+def benchmark_case(shape: Mapping[str, int], tokens: int, form: CaseForm | None = None) -> InputCase:
     sizes = shape["experts"], shape["top_k"], shape["hidden"], shape["intermediate"]
     name = "T={} E={} K={} H={} I={}".format(tokens, *sizes)
     return _case(name, tokens, *sizes, float32_weights=True, form=form, role="bench")

@@ -18,7 +18,7 @@ from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts._gating import empty_parts
 from opslot.ops.moe_experts.contract import Experts, variants
 from opslot.ops.moe_experts.low_rank import add_adapters
-from opslot.ops.moe_experts.rows import Call, backward, forward, saved_parts
+from opslot.ops.moe_experts.rows import ExpertsCall, backward, forward, saved_parts
 
 # Output [T, H]; gate and up of the sorted rows, [P, 2I] or, not gated, [P, I], and an empty tensor, or [P, I] each for
 # separate weights; the pair of each row [P], token * K + k; the end of each expert's rows [E].
@@ -134,8 +134,8 @@ def backward_grouped(
     return Grads(*backward(grad.contiguous(), call, parts, needs)[:7])  # type: ignore[arg-type]
 
 
-def _call(x: Tensor, experts: Experts, weights: Tensor, rows: _SortedRows) -> Call:
-    return Call(x, experts, weights, [None] * (len(experts.gate_up_weights) + 1), rows)
+def _call(x: Tensor, experts: Experts, weights: Tensor, rows: _SortedRows) -> ExpertsCall:
+    return ExpertsCall(x, experts, weights, [None] * (len(experts.gate_up_weights) + 1), rows)
 
 
 def _gemm_for(x: Tensor, experts: Experts) -> GroupedGemm:

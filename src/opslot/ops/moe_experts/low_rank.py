@@ -19,7 +19,7 @@ from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops.moe_experts._autograd import GATING, TENSORS, on_its_device
 from opslot.ops.moe_experts._gating import empty_parts
 from opslot.ops.moe_experts.contract import Contract, Experts, variants
-from opslot.ops.moe_experts.rows import Call, ExpertRows, Factors, backward, forward, saved_parts
+from opslot.ops.moe_experts.rows import ExpertRows, ExpertsCall, Factors, backward, forward, saved_parts
 
 Sort = Callable[[Tensor, Tensor, Experts], ExpertRows]
 
@@ -82,13 +82,13 @@ _TENSORS = _INPUTS.count(", ") + 1
 def _differentiable(name: str, sort: Sort, count_rows: Callable[[Tensor, Experts], int]) -> Callable[..., Tensor]:
     """Register opslot::moe_<name>_adapters and its backward; returns the function of their flat arguments."""
 
-    def call(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any) -> Call:
+    def call(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any) -> ExpertsCall:
         factors, index = rest[3:9], rest[9]
         experts = Experts(gate_up, down, *rest[:3], *rest[10:])
         pairs: list[Factors] = [None if a is None else (a, b) for a, b in zip(factors[::2], factors[1::2], strict=True)]
         if experts.up_proj is None:
             del pairs[1]
-        return Call(x, experts, weights, pairs, sort(x, index, experts))
+        return ExpertsCall(x, experts, weights, pairs, sort(x, index, experts))
 
     def fake(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         experts = Experts(gate_up, down, *rest[:3], *rest[10:])

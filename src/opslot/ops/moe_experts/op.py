@@ -282,6 +282,13 @@ _VARIANTS = (
     ),
 )
 
+
+def _quantized_experts(model: Any) -> str:
+    found = (module.__dict__.get("quantized_experts") for module in model.modules())
+    format_name = next(filter(None, found), None)
+    return f"the weights of experts are {format_name} too, dequantized for each call" if format_name else ""
+
+
 OP = OpSpec(
     name="moe_experts",
     description="the experts of a mixture of experts: routed gated MLPs and their weighted sum",
@@ -290,5 +297,6 @@ OP = OpSpec(
     attach=attach,
     detach=detach,
     runs=runs,
+    note=_quantized_experts,
     variants={variant.name: variant for variant in _VARIANTS},
 )

@@ -46,7 +46,7 @@ class ExpertRows(Protocol):
         """[T, H]: the sum of each token's rows [R, H], times the routing weights [T, K] if `weighted`."""
 
 
-class Call(NamedTuple):
+class ExpertsCall(NamedTuple):
     """One call of experts; `factors` are those of `experts.gate_up_weights` and of `down_proj`."""
 
     x: Tensor
@@ -66,7 +66,7 @@ def saved_parts(parts: Parts) -> tuple[Tensor, Tensor]:
     return parts[0], parts[1] if len(parts) > 1 else parts[0].new_empty(0)
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and the outputs of the first GEMMs for backward."""
     experts, rows = call.experts, call.rows
     *firsts, down = call.factors
@@ -86,7 +86,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return rows.combine(out, call.weights, True), *saved_parts(parts)
 
 
-def backward(grad: Tensor, call: Call, parts: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+def backward(grad: Tensor, call: ExpertsCall, parts: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     """Gradients of x, the weights, routing weights and biases, and the factors.
 
     Rows after those of the last expert may hold anything, also NaN.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot.ops._common.activations import Activation, activate, activation_name, activation_problem
+from opslot.ops._common.activations import Activation, activate, activation_in, activation_name, activation_problem
 from opslot.ops.swiglu_mlp.cases import (
     CASES,
     CLAMPED_CASES,
@@ -50,12 +50,8 @@ def clamped(gate: Tensor, up: Tensor, limit: float, alpha: float = 1.0, up_offse
     return activated * (up + up_offset if up_offset else up)
 
 
-def _activation_of(module: Any) -> Any:
-    return next((found for name in ACTIVATION_ATTRIBUTES if (found := getattr(module, name, None)) is not None), None)
-
-
 def _check_activation(module: Any) -> str | None:
-    activation = _activation_of(module)
+    activation = activation_in(module)
     if activation is None:
         return f"its activation is unknown: {type(module).__name__} has none of {', '.join(ACTIVATION_ATTRIBUTES)}"
     return activation_problem(activation)
@@ -63,7 +59,7 @@ def _check_activation(module: Any) -> str | None:
 
 def _silu_if_named(module: Any) -> str | None:
     """`clamped` is also written out without an activation module; if there is one, it must be SiLU."""
-    activation = _activation_of(module)
+    activation = activation_in(module)
     if activation is None or activation_name(activation) == "silu":
         return None
     return f"its activation is {type(activation).__name__}, not SiLU"
@@ -71,7 +67,7 @@ def _silu_if_named(module: Any) -> str | None:
 
 def activation_of(request: KernelRequest) -> str | None:
     """The name of the activation of the MLP that a kernel is requested for; "silu" without a module."""
-    return "silu" if request.module is None else activation_name(_activation_of(request.module))
+    return "silu" if request.module is None else activation_name(activation_in(request.module))
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:

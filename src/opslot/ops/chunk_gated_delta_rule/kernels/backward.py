@@ -39,7 +39,7 @@ from opslot.ops._common.kernels.tiles import (
     store_tokens,
     strides,
 )
-from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, DeltaRuleCall
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import recur
 from opslot.ops.chunk_gated_delta_rule.kernels.pairs import norm_reciprocal, split_exponent, write_pairs
 from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
@@ -312,7 +312,7 @@ _launch_gradients = KernelLauncher(gradients_kernel)
 
 @dataclass(frozen=True)
 class States:
-    """Of all chunks and value heads, in the order of `Call.by_chunk`.
+    """Of all chunks and value heads, in the order of `DeltaRuleCall.by_chunk`.
 
     Attributes:
         found: [V, K] each, the state that a chunk finds.
@@ -326,7 +326,7 @@ class States:
 
 
 def write_gradients(
-    call: Call,
+    call: DeltaRuleCall,
     system: System,
     initial_state: Tensor | None,
     dout: Tensor,
@@ -354,7 +354,7 @@ def write_gradients(
 
 
 def recur_both_ways(
-    call: Call,
+    call: DeltaRuleCall,
     system: System,
     initial_state: Tensor | None,
     dout: Tensor,
@@ -387,7 +387,7 @@ def recur_both_ways(
 
 
 def _launch(
-    call: Call,
+    call: DeltaRuleCall,
     system: System,
     dout: Tensor,
     dfinal: Tensor | None,

@@ -100,7 +100,7 @@ def segments_for(programs: int, chunks: int, key: int, sms: int) -> int:
 
 
 @dataclass(frozen=True)
-class Call:
+class DeltaRuleCall:
     """Inputs of forward and backward.
 
     Attributes:
@@ -168,14 +168,14 @@ class Call:
         return self.k.new_empty((self.chunks.documents * self.segments * self.heads, *shape), dtype=torch.float32)
 
 
-def prepare(inputs: Sequence[Tensor], cu_seqlens: Tensor | None, normalize: bool) -> Call:
+def prepare(inputs: Sequence[Tensor], cu_seqlens: Tensor | None, normalize: bool) -> DeltaRuleCall:
     """`inputs` are query, key, value, g and beta."""
     query, key, value, g, beta = inputs
     batch, length = value.shape[:2]
     plan = plan_for(key.shape[3], value.shape[3], key.element_size(), shared_memory(key.device))
     chunks = chunk_table(cu_seqlens, batch, length, value.device, CHUNK)
     programs = chunks.documents * value.shape[2] * cdiv(value.shape[3], plan.state_block)
-    return Call(
+    return DeltaRuleCall(
         q=as_tokens(query),
         k=as_tokens(key),
         v=as_tokens(value),

@@ -25,7 +25,7 @@ from opslot.ops._common.kernels.tiles import (
     strides,
 )
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import recur_both_ways
-from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, DeltaRuleCall
 from opslot.ops.chunk_gated_delta_rule.kernels.channels import (
     LEVELS,
     ChannelSystem,
@@ -197,7 +197,7 @@ _launch_project = KernelLauncher(project_kernel)
 
 
 def write_channel_gradients(
-    call: Call,
+    call: DeltaRuleCall,
     system: ChannelSystem,
     initial_state: Tensor | None,
     dout: Tensor,

@@ -34,7 +34,7 @@ from opslot.ops._common.kernels.tiles import (
     store_tokens,
     strides,
 )
-from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, DeltaRuleCall
 from opslot.ops.chunk_gated_delta_rule.kernels.system import System, inverse_precision, unit_inverse
 
 # Block sizes of 2 to CHUNK tokens.
@@ -204,7 +204,7 @@ class ChannelSystem(System):
     norms: Tensor
 
 
-def solve_channels(call: Call, solution: tuple[Tensor, ...], *, solved: bool) -> ChannelSystem:
+def solve_channels(call: DeltaRuleCall, solution: tuple[Tensor, ...], *, solved: bool) -> ChannelSystem:
     """The system of all chunks and value heads; its `solution`, N and W, is written unless it is `solved`.
 
     Their kernel takes a sixth of forward + backward on an H200, so backward does not launch it again.

@@ -32,7 +32,7 @@ from opslot.ops._common.kernels.tiles import (
     store_tokens,
     strides,
 )
-from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, DeltaRuleCall
 from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
 from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE, System
 
@@ -152,12 +152,16 @@ def states_kernel(
 _launch_states = KernelLauncher(states_kernel)
 
 
-def write_output(call: Call, system: System, initial_state: Tensor | None, out: Tensor, final: Tensor | None) -> None:
+def write_output(
+    call: DeltaRuleCall, system: System, initial_state: Tensor | None, out: Tensor, final: Tensor | None
+) -> None:
     """Fill `out` [B, S, V_heads, V] and, if it is wanted, `final` with the last states, [documents, V_heads, K, V]."""
     _run(call, system, initial_state, (None, None, out), final)
 
 
-def recur(call: Call, system: System, initial_state: Tensor | None, states: Tensor, residual: Tensor) -> Tensor | None:
+def recur(
+    call: DeltaRuleCall, system: System, initial_state: Tensor | None, states: Tensor, residual: Tensor
+) -> Tensor | None:
     """Fill what gradients are made of; returns the transition of each part, if documents are split.
 
     Args:
@@ -168,7 +172,7 @@ def recur(call: Call, system: System, initial_state: Tensor | None, states: Tens
 
 
 def _run(
-    call: Call,
+    call: DeltaRuleCall,
     system: System,
     initial_state: Tensor | None,
     by_chunk: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -186,7 +190,7 @@ def _run(
 
 
 def _launch(
-    call: Call,
+    call: DeltaRuleCall,
     system: System,
     initial: Tensor | None,
     by_chunk: tuple[Tensor | None, Tensor | None, Tensor | None],

@@ -12,7 +12,7 @@ from torch import Tensor
 from opslot._base.jit import dot
 from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.kernels.tiles import decay, load_plane, load_scalars, load_tokens, store_plane, strides
-from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, DeltaRuleCall
 from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, SCALES
 
 
@@ -104,7 +104,9 @@ def pairs_kernel(
 _launch_pairs = KernelLauncher(pairs_kernel)
 
 
-def write_pairs(call: Call, scales: Tensor | None, dout: Tensor, residual: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+def write_pairs(
+    call: DeltaRuleCall, scales: Tensor | None, dout: Tensor, residual: Tensor, dv: Tensor
+) -> tuple[Tensor, Tensor]:
     """dW and dA [chunks * V_heads, 64, 64], scaled if there are `scales` (see `System`)."""
     dwithin, dsystem = call.by_chunk(CHUNK, CHUNK), call.by_chunk(CHUNK, CHUNK)
     plan = call.plan

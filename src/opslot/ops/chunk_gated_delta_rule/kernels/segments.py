@@ -19,7 +19,7 @@ from opslot.ops._common.kernels.tiles import (
     store_plane,
     store_plane_transposed,
 )
-from opslot.ops.chunk_gated_delta_rule.kernels.call import Call
+from opslot.ops.chunk_gated_delta_rule.kernels.call import DeltaRuleCall
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -66,7 +66,7 @@ _launch_chain = KernelLauncher(chain_kernel)
 
 
 def chain(
-    call: Call, transition: Tensor, added: Tensor, given: Tensor | None, end: Tensor | None, backward: bool
+    call: DeltaRuleCall, transition: Tensor, added: Tensor, given: Tensor | None, end: Tensor | None, backward: bool
 ) -> Tensor:
     """What finds each part, [documents * segments * V_heads, V, K]; fills `end` with what leaves the last.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from opslot._base.jit import dot
 from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.kernels.tiles import FP32_DOT, decay, load_scalars, load_tokens, store_plane, strides
-from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, DeltaRuleCall
 
 # Rows of the scales of a chunk, [SCALES, CHUNK].
 CUMULATED, READ, WRITE, QUERY = (tl.constexpr(n) for n in range(4))
@@ -138,12 +138,12 @@ class System:
         return self.written is not None
 
 
-def inverse_precision(call: Call) -> str:
+def inverse_precision(call: DeltaRuleCall) -> str:
     """N is rounded to bf16; tf32 operands are precise enough for that."""
     return "tf32" if call.k.dtype == torch.bfloat16 and not torch.version.hip else FP32_DOT.value
 
 
-def solve(call: Call) -> System:
+def solve(call: DeltaRuleCall) -> System:
     """The system of all chunks and value heads; the scales in float32."""
     scales = call.by_chunk(SCALES.value, CHUNK, dtype=torch.float32)
     inverse, within = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))

@@ -100,7 +100,7 @@ class ScanInputs:
 
 
 @dataclass(frozen=True)
-class Call(ScanInputs):
+class ScanCall(ScanInputs):
     """The inputs of Mamba-2: x, B and C [T, heads or groups, width], A [heads]."""
 
     plan: ScanTiling
@@ -149,13 +149,13 @@ class Call(ScanInputs):
         return self.x.new_empty((self.per_chunk, *shape), dtype=dtype)
 
 
-def prepare(inputs: Sequence[Any], cu_seqlens: Tensor | None, softplus: bool, low: float, high: float) -> Call:
+def prepare(inputs: Sequence[Any], cu_seqlens: Tensor | None, softplus: bool, low: float, high: float) -> ScanCall:
     """`inputs` are x, dt, A, B, C, D and dt_bias; the last two may be None."""
     x, dt, A, B, C, D, dt_bias = inputs
     batch, length = x.shape[:2]
     plan = plan_for(x.shape[3], B.shape[3], x.element_size(), shared_memory(x.device))
     steps = dt.reshape(-1, dt.shape[2])
-    return Call(
+    return ScanCall(
         x=as_tokens(x),
         dt=steps if steps.stride(1) == 1 else steps.contiguous(),
         A=A.contiguous(),

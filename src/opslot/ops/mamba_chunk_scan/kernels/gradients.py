@@ -24,7 +24,7 @@ from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.arguments import are_given
 from opslot.ops._common.kernels.tiles import decay, load_plane, load_tokens, store_tokens, strides
 from opslot.ops._common.triton_activations import is_below_limit
-from opslot.ops.mamba_chunk_scan.kernels.call import Call
+from opslot.ops.mamba_chunk_scan.kernels.call import ScanCall
 from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
 
 # What the sums over tokens are gradients of: A, D and dt_bias.
@@ -220,7 +220,7 @@ _launch_groups = KernelLauncher(group_gradients_kernel)
 
 
 def write_gradients(
-    call: Call,
+    call: ScanCall,
     dout: Tensor,
     steps: tuple[Tensor, Tensor],
     states: Tensor,
@@ -256,7 +256,7 @@ def write_gradients(
 
 
 def _write_group_gradient(
-    call: Call,
+    call: ScanCall,
     steps: tuple[Tensor, Tensor],
     given: tuple[Tensor, Tensor, Tensor, Tensor],
     grad: Tensor | None,

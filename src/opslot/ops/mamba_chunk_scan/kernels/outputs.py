@@ -12,7 +12,7 @@ from torch import Tensor
 from opslot._base.jit import dot, downcast
 from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.kernels.tiles import decay, load_plane, load_tokens, store_tokens, strides
-from opslot.ops.mamba_chunk_scan.kernels.call import Call
+from opslot.ops.mamba_chunk_scan.kernels.call import ScanCall
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def outputs_kernel(
 _launch_outputs = KernelLauncher(outputs_kernel)
 
 
-def write_output(call: Call, steps: tuple[Tensor, Tensor], states: Tensor, out: Tensor) -> None:
+def write_output(call: ScanCall, steps: tuple[Tensor, Tensor], states: Tensor, out: Tensor) -> None:
     """Fill `out` [B, S, heads, P]."""
     plan = call.plan
     _launch_outputs(

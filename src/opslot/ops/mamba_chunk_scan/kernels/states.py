@@ -23,7 +23,7 @@ from opslot.ops._common.kernels.tiles import (
     store_plane,
     strides,
 )
-from opslot.ops.mamba_chunk_scan.kernels.call import Call
+from opslot.ops.mamba_chunk_scan.kernels.call import ScanCall
 
 
 @triton.jit
@@ -90,7 +90,7 @@ _launch_states = KernelLauncher(states_kernel)
 
 
 def walk(
-    call: Call,
+    call: ScanCall,
     tokens: Tensor,
     steps: tuple[Tensor, Tensor],
     given: Tensor | None,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops.mamba_chunk_scan.kernels.call import Call
+from opslot.ops.mamba_chunk_scan.kernels.call import ScanCall
 
 _HEADS = 16
 
@@ -67,7 +67,7 @@ def steps_kernel(
 _launch_steps = KernelLauncher(steps_kernel)
 
 
-def cumulate(call: Call) -> tuple[Tensor, Tensor]:
+def cumulate(call: ScanCall) -> tuple[Tensor, Tensor]:
     """Step sizes and cumulated log decay of each chunk, float32 [chunks * heads, CHUNK]."""
     step, cumulated = (call.by_chunk(call.plan.chunk, dtype=torch.float32) for _ in range(2))
     _launch_steps(
