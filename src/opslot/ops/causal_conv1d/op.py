@@ -94,7 +94,7 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 
 OP = OpSpec(
     name="causal_conv1d",
-    attach=lambda model, slot, kernel: separate_documents(model, "causal_conv1d"),
+    attach=lambda model, slots, kernel: separate_documents(model, "causal_conv1d"),
     detach=remove_hooks,
     description="depthwise causal convolution before a recurrence",
     variants={
