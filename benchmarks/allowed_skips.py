@@ -33,10 +33,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),
     },
     "rotary_pos_emb": {
-        "rotates the last dims of one tensor, and back after attention": ("deepseek_v4:apply_rotary_pos_emb",),
-        "rotates interleaved channels after others, of one key head": ("hy_v4_vl:apply_rotary_pos_emb",),
         "rotates by trained angles": ("mistral_large4:apply_rotary_pos_emb_interleave",),
-        "rotates in the other direction": ("nanochat:apply_rotary_pos_emb",),
         "is not called, since the model has no positions": (
             "jamba:apply_rotary_pos_emb",
             "nemotron_h:apply_rotary_pos_emb",

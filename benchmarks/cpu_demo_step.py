@@ -29,6 +29,8 @@ from demos.text import MODEL
 
 # As in configs/demo.yaml.
 BATCH_SIZE, LENGTH = 4, 512
+# The implementations of "transformers eager".
+_PLAIN = {"preset": "eager", "attn_implementation": "eager", "moe_implementation": "eager"}
 
 
 def models() -> dict[str, Any]:
@@ -42,7 +44,7 @@ def models() -> dict[str, Any]:
         "transformers": plain,
         "opslot auto": opslot.build_foundation_model(config, ops_implementation="auto"),
         "transformers eager": plain_eager,
-        "opslot eager": opslot.build_foundation_model(config, ops_implementation="eager"),
+        "opslot eager": opslot.build_foundation_model(config, ops_implementation=_PLAIN),
     }
     for model in built.values():
         model.load_state_dict(plain.state_dict())

@@ -281,6 +281,42 @@ def steps() -> str:
     return _table(["tokens/s, peak memory", *_STEP_COLUMNS], lines)
 
 
+def goals() -> str:
+    rates = {value.name: value.value for run in load(GEMM).runs for value in run.values}
+    lines = runpy.run_path(str(ROOT / "benchmarks" / "goals.py"))["lines"]
+    found = lines(load(BENCH), rates["cuBLAS: rate"], ROOT / "benchmarks" / "models")
+    header = ["", "goal", "measured", "to the goal", "step, ms", "at the goal, ms", "its matmuls, ms"]
+    return _table(header, [[_label(model), *cells] for model, cells in found])
+
+
+def towers() -> str:
+    """Milliseconds of a training step with images, and those in its encoders, beside the fastest other library."""
+    result = load(BENCH)
+    lines = []
+    for comparison in sorted({row.comparison for row in result.steps}, key=lambda key: _place(key[0])):
+        rows = [row for row in result.steps if row.comparison == comparison and row.valid and row.vision_ms]
+        own = next((row for row in rows if row.implementation == "opslot"), None)
+        other = min((row for row in rows if not row.own), key=_ms, default=None)
+        if own is None:
+            continue
+        name = other.implementation.partition(" + ")[0] if other else "not measured"
+        lines.append([_label(own.model), *_tower_cells(own), name, *_tower_cells(other)])
+    times = ["step", "vision", "audio"]
+    return _table(["ms", *[f"opslot: {of}" for of in times], "fastest other library", *times], lines)
+
+
+def _ms(row: StepRow) -> float:
+    return row.ms or 0.0
+
+
+def _tower_cells(row: StepRow | None) -> list[str]:
+    """Times of the step, the vision and the audio encoder."""
+    if row is None:
+        return ["-", "-", "-"]
+    audio = f"{row.audio_ms:.0f}" if row.audio_ms else "not measured" if row.audio_seconds else "-"
+    return [f"{row.ms:.0f}", f"{row.vision_ms:.0f}", audio]
+
+
 def curve() -> str:
     found = load(BENCH).curve
     return curve_text(found) + "." if found else "not measured"
@@ -404,21 +440,27 @@ def architectures() -> str:
         releases = sorted(lock.archs[arch], key=version_key)
         first = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
         lines.append([f"`{arch}`", *parts, *can, _passed_cell(checked), first, _arch_step_cell(arch)])
-    header = ["architecture", *_PARTS, *_CHECKED, "inputs", "checks", "releases", "H200 step, tokens/s"]
+    header = ["architecture", *_PARTS, *_CHECKED, "inputs", "checks", "locked releases", "H200 step, tokens/s"]
     title = f"{len(lines)} architectures, checked with transformers {newest} and torch {outcome['torch']}."
     return f"{title}\n\n{_table(header, lines)}\n\n{_elsewhere()}"
 
 
 def _elsewhere() -> str:
-    """How many model types pass with the kernels of a GPU."""
+    """How many model types pass with the kernels of a GPU, and which did not run there."""
     found = json.loads(ON_A_GPU.read_text())
     types = found["architectures"].values()
+    supported = json.loads(ARCHITECTURES.read_text())["architectures"]
+    known = {one["model_type"] for one in supported.values()} | {
+        a for a, one in supported.items() if "with_images" in one
+    }
+    absent = sorted(known - found["architectures"].keys())
     passed = sum(all(result in ("passed", "unsupported") for result, _ in one["checks"].values()) for one in types)
     unpacked = sum(one["checks"].get("packed", [""])[0] == "unsupported" for one in types)
     return (
         f"On an {found['device']} in {found['dtype']}, with the kernels that `auto` selects there, {passed} of "
-        f"{len(types)} model types pass the checks `auto` and `packed` (packing is unsupported in {unpacked}; "
-        f"transformers {found['transformers']}, torch {found['torch'].partition('+')[0]})."
+        f"{len(types) + len(absent)} model types pass the checks `auto` and `packed` (packing is unsupported in "
+        f"{unpacked}; transformers {found['transformers']}, torch {found['torch'].partition('+')[0]})."
+        + (f" Not run there: {', '.join(f'`{name}`' for name in absent)}." if absent else "")
     )
 
 
@@ -526,6 +568,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "unsupported": unsupported,
     "how_fast": how_fast,
     "steps": steps,
+    "goals": goals,
+    "towers": towers,
     "curve": curve,
     "parallel": parallel,
     "memory": memory,

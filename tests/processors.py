@@ -27,9 +27,20 @@ _AROUND = {
 _SIZE_OF_SEQUENCE = ("image_seq_length", "image_seq_len", "num_image_tokens")
 
 
+def config_of(model_type):
+    """A tiny config of a family."""
+    if model_type in omni.CONFIGS:
+        return omni.CONFIGS[model_type]()
+    if model_type == "pixtral":
+        # The encoder has the name alone; its checkpoints are LLaVA models with a Mistral.
+        parts = {"vision_config": CONFIG_MAPPING["pixtral"](), "text_config": CONFIG_MAPPING["mistral"]()}
+        return shrink(CONFIG_MAPPING["llava"](**parts, vision_feature_layer=-1, vision_feature_select_strategy="full"))
+    return shrink(CONFIG_MAPPING[model_type]())
+
+
 def write_checkpoint(folder, model_type):
     """config.json and the processor's files; returns the processor."""
-    config = omni.CONFIGS[model_type]() if model_type in omni.CONFIGS else shrink(CONFIG_MAPPING[model_type]())
+    config = config_of(model_type)
     cls = getattr(transformers, processing_auto.PROCESSOR_MAPPING_NAMES[model_type])
     source = inspect.getsource(inspect.getmodule(cls))
     if hasattr(cls, "num_image_tokens"):

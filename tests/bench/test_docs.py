@@ -1,6 +1,7 @@
 """Every measured number of README.md and docs/ is generated from the committed results."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def test_changed_result_is_detected(docs, tmp_path, monkeypatch):
         "docs/architectures.md",
         "training_step.png",
     ]
+
+
+def test_model_types_that_did_not_run_on_a_gpu_are_named(docs, tmp_path, monkeypatch):
+    data = json.loads(docs.ON_A_GPU.read_text())
+    count = len(data["architectures"])
+    del data["architectures"]["llama"]
+    (tmp_path / "gpu.json").write_text(json.dumps(data))
+    monkeypatch.setattr(docs, "ON_A_GPU", tmp_path / "gpu.json")
+    text = docs._elsewhere()
+    passed, total = map(int, re.search(r"(\d+) of (\d+) model types pass", text).groups())
+    assert passed == count - 1
+    assert total > passed
+    assert re.search(r"Not run there: .*`llama`.*\.$", text)
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from opslot._base.errors import ConfigError
 from opslot.bench import step_process
@@ -108,9 +109,43 @@ def test_images_and_audio_are_packed_for_opslot_and_not_for_transformers(tmp_pat
     for name in ("opslot", "Transformers"):
         path = task_file(tmp_path, name, image_size=16, audio_seconds=1, steps=1)
         assert measure_in_process([str(path)]) == 0
-        losses.append(json.loads(path.with_suffix(".result").read_text())["losses"])
+        found = json.loads(path.with_suffix(".result").read_text())
+        losses.append(found["losses"])
+        assert 0 < found["vision_ms"] < found["ms"]
+        assert 0 < found["audio_ms"] < found["ms"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][-1] < losses[0][0]
+
+
+def test_time_of_a_tower_is_that_of_its_forward_and_backward_pass(monkeypatch):
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            clock[0] += 1
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            clock[0] += 10
+            return grad * 2
+
+    class Tower(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return Slow.apply(x * self.weight)
+
+    clock = [0.0]
+    monkeypatch.setattr(step_process.time, "perf_counter", lambda: clock[0])
+    model = nn.ModuleDict({"audio_tower": Tower(), "language_model": Tower()})
+    times = step_process.TowerTimes(model, ("audio_tower",), torch.device("cpu"))
+    absent = step_process.TowerTimes(model, ("visual",), torch.device("cpu"))
+    for _ in range(2):
+        model["language_model"](model["audio_tower"](torch.ones(3))).sum().backward()
+    assert times.median(1) == pytest.approx(11e3)
+    assert absent.median(1) is None
 
 
 def test_implementation_that_fails_has_a_row_and_others_run(moe_config_folder, monkeypatch, forked):

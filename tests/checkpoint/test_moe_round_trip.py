@@ -16,6 +16,9 @@ from torch import nn
 
 import opslot
 from opslot.checkpoint import save_weights
+from opslot.models._build import auto_class_name
+from opslot.trainer.processors import multimodal_class
+from opslot.verify.tiny import tiny_config
 
 SIZES = {
     "vocab_size": 40,
@@ -118,11 +121,15 @@ TEXT: dict[str, dict[str, Any]] = {
     "solar_open": {},
 }
 VISION_LANGUAGE = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+# With fields of their own for the sizes of their encoders; of an omni model, the part that trains.
+OTHER_ENCODERS = ("qwen3_omni_moe_thinker", "minimax_m3_vl", "kimi_k25")
 
 
 def config_of(model_type: str) -> Any:
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"Transformers {transformers.__version__} has no {model_type}")
+    if model_type in OTHER_ENCODERS:
+        return tiny_config(model_type)
     cls = transformers.CONFIG_MAPPING[model_type]
     if model_type in VISION_LANGUAGE:
         parts = {"text_config": SIZES, "vision_config": VISION}
@@ -140,10 +147,10 @@ def accepted(cls: type, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def original(model_type: str) -> Any:
     """Transformers' model with every weight changed from its initial value."""
-    auto = (
-        transformers.AutoModelForImageTextToText if model_type in VISION_LANGUAGE else transformers.AutoModelForCausalLM
-    )
-    model = auto.from_config(config_of(model_type))
+    config = config_of(model_type)
+    takes_media = model_type in (*VISION_LANGUAGE, *OTHER_ENCODERS)
+    cls = getattr(transformers, multimodal_class(config) if takes_media else auto_class_name(config))
+    model = cls._from_config(config)
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -177,7 +184,7 @@ def reload(model: Any, folder: Path) -> nn.Module:
 @pytest.mark.quick(
     "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_moe", "qwen3_vl_moe", "granitemoe", "jamba", "lfm2_moe"
 )
-@pytest.mark.parametrize("model_type", [*TEXT, *VISION_LANGUAGE])
+@pytest.mark.parametrize("model_type", [*TEXT, *VISION_LANGUAGE, *OTHER_ENCODERS])
 def test_default_layout_is_read_by_transformers_and_opslot(model_type: str, tmp_path: Path) -> None:
     """The default has the names, shapes and values that `save_pretrained` writes."""
     model = original(model_type)
@@ -192,6 +199,8 @@ def test_default_layout_is_read_by_transformers_and_opslot(model_type: str, tmp_
     save_weights(built, tmp_path / "again")
     assert described(tmp_path / "again") == described(tmp_path / "theirs")
     assert_same(reload(model, tmp_path / "again"), model)
+    if model_type in OTHER_ENCODERS:
+        assert any(".experts." in name for name in described(tmp_path / "again"))
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "qwen3_moe", "llama4_text"])

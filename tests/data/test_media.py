@@ -402,6 +402,14 @@ def test_file_without_video_stream_raises(tmp_path, monkeypatch):
         load_video("a.mp4", tmp_path, Limits())
 
 
+@pytest.mark.parametrize("size", [100, 900, 4_000])
+def test_video_file_that_is_cut_off_raises(size, decoder, tmp_path):
+    whole = write_mp4(tmp_path / "a.mp4").read_bytes()
+    (tmp_path / "b.mp4").write_bytes(whole[:size])
+    with pytest.raises(MediaError, match=r"the video b.mp4 (is damaged or cut off|does not decode)"):
+        load_video("b.mp4", tmp_path, Limits())
+
+
 @pytest.mark.parametrize(("frames", "seeks"), [(3, True), (9, True), (100, False)])
 def test_frames_of_long_videos_are_decoded_from_keyframes(frames, seeks, tmp_path, monkeypatch):
     """mpeg4 has a keyframe every 12 frames here."""

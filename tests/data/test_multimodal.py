@@ -18,9 +18,10 @@ from opslot._base.errors import ConfigError, DataError
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
 from opslot.data.multimodal import collation, processor_call, samples
+from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
 from opslot.data.multimodal.media import Limits, from_bytes, load_image
 from opslot.data.multimodal.rope_positions import RopePositions
-from opslot.data.multimodal.samples import MultimodalEncoder, encoder_cost
+from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.data.records import split_into_shards
 from opslot.trainer.processors import load_processor
 from tests.multimodal import draw, talk, write_model
@@ -473,13 +474,43 @@ def test_token_types_of_a_processor_that_returns_none_by_default(encoder_of, tmp
 
 
 def test_cost_grows_with_the_image(model):
-    config = AutoConfig.from_pretrained(model)
-    small = encoder_cost(config, {"image_grid_thw": torch.tensor([[1, 4, 4]])})
-    two = encoder_cost(config, {"image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])})
-    large = encoder_cost(config, {"image_grid_thw": torch.tensor([[1, 8, 4]])})
+    cost = EncoderCost(AutoConfig.from_pretrained(model))
+    small = cost({"image_grid_thw": torch.tensor([[1, 4, 4]])})
+    two = cost({"image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])})
+    large = cost({"image_grid_thw": torch.tensor([[1, 8, 4]])})
     assert two == pytest.approx(2 * small)
     assert large > two
-    assert encoder_cost(config, {}) == 0
+    assert cost({}) == 0
+
+
+def test_cost_of_windows_is_that_of_their_pairs():
+    config = AutoConfig.for_model("qwen2_5_vl")
+    tower = config.vision_config
+    patches = 64 * 64
+    cost = EncoderCost(config)({"image_grid_thw": torch.tensor([[1, 64, 64]])})
+    full, window = len(tower.fullatt_block_indexes), (tower.window_size // tower.patch_size) ** 2
+    seen = (full * patches + (tower.depth - full) * window) / tower.depth
+    assert cost == pytest.approx(patches * EncoderCost(config).per_patch() * (1 + seen / (6 * tower.hidden_size)))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 400), (1, 400, 8)], ids=["mels first", "frames first"])
+def test_cost_of_audio_is_that_of_its_rows(shape):
+    config = AutoConfig.for_model("qwen2_audio", audio_config={"num_mel_bins": 8})
+    width = config.audio_config.d_model
+    cost = EncoderCost(config, AudioRows(0.25, None), SimpleNamespace(model_input_names=["features", "mask"]))
+    whole = cost({"features": torch.zeros(shape), "mask": torch.zeros(1, 400)})
+    assert whole == pytest.approx(400 * cost.per_frame() * (1 + 100 / (6 * width)))
+    assert cost({"input_features": torch.zeros(shape)}) == 0
+    windows = EncoderCost(config, AudioRows(0.25, 10))
+    inputs = {"input_features": torch.zeros(shape), "feature_attention_mask": torch.arange(400)[None] < 200}
+    assert windows(inputs) == pytest.approx(200 * cost.per_frame() * (1 + 10 / (6 * width)))
+
+
+def test_cost_of_a_waveform_is_that_of_its_placeholders():
+    config = AutoConfig.for_model("qwen2_audio")
+    cost = EncoderCost(config, None, SimpleNamespace(model_input_names=["input_values"]))
+    inputs = {"input_values": torch.zeros(1, 16_000), "input_ids": torch.tensor([[1, *[config.audio_token_id] * 25]])}
+    assert cost(inputs) == pytest.approx(25 * 2 * cost.per_frame() * (1 + 25 / (6 * config.audio_config.d_model)))
 
 
 @pytest.mark.parametrize(
@@ -492,9 +523,9 @@ def test_cost_grows_with_the_image(model):
     ids=["frames", "images", "patches"],
 )
 def test_cost_of_images_without_a_grid(model, inputs):
-    config = AutoConfig.from_pretrained(model)
+    cost = EncoderCost(AutoConfig.from_pretrained(model))
     grid = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}
-    assert encoder_cost(config, inputs) == pytest.approx(encoder_cost(config, grid))
+    assert cost(inputs) == pytest.approx(cost(grid))
 
 
 def test_features_are_joined_in_shared_memory_by_processes_of_the_loader(monkeypatch):

@@ -25,8 +25,9 @@ def config_of(arch, **more):
     )
 
 
-def original(arch, config=None, head="ForCausalLM"):
+def original(arch, config=None, head="ForCausalLM", implementation="eager"):
+    """Transformers' own model; `implementation`, of attention and experts, None for those that Transformers selects."""
     torch.manual_seed(0)
     cls = getattr(transformers, PREFIX[arch] + head)
-    model = cls._from_config(config or config_of(arch), attn_implementation="eager", experts_implementation="eager")
-    return model.train()
+    chosen = {"attn_implementation": implementation, "experts_implementation": implementation}
+    return cls._from_config(config or config_of(arch), **(chosen if implementation else {})).train()

@@ -304,7 +304,7 @@ class ToyAudioAttention(nn.Module):
     assert (skip.symbol, skip.op) == ("ToyAudioAttention", "attention")
 
 
-@pytest.mark.parametrize(("needed", "ops"), [("eager", "auto"), ("sdpa", "eager")])
+@pytest.mark.parametrize(("needed", "ops"), [("eager", "auto"), ("sdpa", {"attn_implementation": "eager"})])
 def test_attention_that_reads_masks_of_one_implementation_runs_it(monkeypatch, needed, ops):
     model = random_model(tiny_config("deepseek_v32"))
     opslot.apply(model, ops)
@@ -312,6 +312,8 @@ def test_attention_that_reads_masks_of_one_implementation_runs_it(monkeypatch, n
     monkeypatch.setattr(type(model.model.layers[0].self_attn), MASKS_OF, needed, raising=False)
     opslot.bind(model, ops)
     assert model.config._attn_implementation == needed
+    opslot.bind(model, "eager")
+    assert model.config._attn_implementation == "sdpa"
     opslot.restore(model)
     assert model.config._attn_implementation == "sdpa"
 

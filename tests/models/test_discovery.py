@@ -56,7 +56,7 @@ LATENT = {
 MODELS = {
     "mistral": (HEADS, {"rms_norm/standard", "rms_norm/fused_add", "cross_entropy_loss/causal", "attention/causal"}),
     "gemma3_text": (HEADS, {"rms_norm/fused_add_weight_offset", "rotary_pos_emb/full", "swiglu_mlp/standard"}),
-    "nanochat": (HEADS, {"rms_norm/unweighted", "attention/causal"}),
+    "nanochat": (HEADS, {"rms_norm/unweighted", "rotary_pos_emb/full", "attention/causal"}),
     "phi3": ({}, {"swiglu_mlp/fused_gate_up", "rms_norm/fused_add", "rotary_pos_emb/partial", "attention/causal"}),
     "mixtral": ({"num_local_experts": 4}, {"moe_experts/standard", "load_balancing_loss/standard"}),
     "glm4_moe": (HEADS | MOE, {"rotary_pos_emb/partial", "moe_experts/standard"}),
@@ -107,9 +107,6 @@ def test_discovered_slots_train_like_transformers(model_type):
     model = AutoModelForCausalLM.from_config(config_of(model_type)).train()
     ids = torch.randint(3, 64, (2, 20))
     before, attention = type(model), model.config._attn_implementation
-    # Like opslot's eager: Transformers' eager attention, and a loop over experts.
-    model.set_experts_implementation("eager")
-    model.set_attn_implementation("eager")
     wanted = step(model, ids)
 
     report = opslot.apply(model, "eager")
@@ -126,7 +123,7 @@ def test_discovered_slots_train_like_transformers(model_type):
 
     opslot.restore(model)
     assert type(model) is before
-    assert model.config._attn_implementation in (attention, "eager")
+    assert model.config._attn_implementation == attention
     assert_same(step(model, ids), wanted)
 
 
@@ -286,7 +283,7 @@ def test_skips_are_attributes_of_the_owning_class():
     ("arch", "name", "op", "reason"),
     [
         ("chameleon", "ChameleonForConditionalGeneration", "cross_entropy_loss", "changes the logits between head and"),
-        ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
+        ("codegen", "CodeGenPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
         ("doge", "DogeAttention", "attention", "changes the attention mask"),
     ],
 )
@@ -465,7 +462,7 @@ def test_model_without_slots_raises():
 
 @pytest.mark.parametrize(
     "arch",
-    ["axk2", "diffusion_gemma", "doge", "hy_v4", "lasr", "lightglue", "mlcd", "modernbert", "nanochat", "pegasus_x"],
+    ["axk2", "codegen", "diffusion_gemma", "doge", "hy_v4", "lasr", "lightglue", "mlcd", "modernbert", "pegasus_x"],
 )
 def test_similar_code_is_skipped(arch):
     found = discover(arch)
@@ -484,7 +481,7 @@ def test_similar_code_is_skipped(arch):
         "lasr": ("LasrEncoderAttention", "gets masks that LasrEncoderConvolutionModule reads too"),
         # The angles of its class token are a parameter.
         "mlcd": ("apply_rotary_pos_emb_vision", "rotates by trained angles"),
-        "nanochat": ("apply_rotary_pos_emb", "rotates in another way"),
+        "codegen": ("apply_rotary_pos_emb", "rotates in another way"),
         "modernbert": ("ModernBertAttention", "passes deterministic to attention"),
         # Its decoder's attention has is_causal=False and gets causal masks, which kernels do not.
         "pegasus_x": ("PegasusXAttention", "is causal by its mask alone"),

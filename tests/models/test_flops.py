@@ -1,7 +1,10 @@
 """FLOPs of a training step, against counts by hand and torch's own counter."""
 
+import inspect
+
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -9,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.models.flop_modules import AttentionShape
-from opslot.models.flops import document_lengths, image_lengths, visible_pairs
+from opslot.models.flops import audio_lengths, document_lengths, image_lengths, visible_pairs
+from opslot.trainer.processors import multimodal_class
 from opslot.verify.tiny import tiny_config
+from tests import omni
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY, LAYERS = 32, 4, 2, 8, 48, 64, 4
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -186,6 +191,40 @@ def test_vision_tower_equals_torch_counter():
     assert not any(name.startswith("image") for name in opslot.count_flops(model, [16]).parts)
 
 
+@pytest.mark.parametrize(("name", "frames"), [("qwen2_5_omni", 32), ("qwen3_omni_moe", 300)])
+def test_audio_tower_with_windows_equals_torch_counter(name, frames):
+    model = opslot.build_foundation_model(omni.CONFIGS[name](), ops_implementation="eager")
+    tower = next(module for path, module in model.named_modules() if path.endswith("audio_tower"))
+    tower.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        found = tower(torch.randn(8, frames), feature_lens=torch.tensor([frames]), aftercnn_lens=torch.tensor([frames]))
+        found.last_hidden_state.sum().backward()
+    count = opslot.count_flops(model, [], frames=[frames])
+    assert count.total == pytest.approx(counter.get_total_flops())
+    assert not any("audio" in part.path for part in count.uncounted)
+    assert not any(part.startswith("audio") for part in opslot.count_flops(model, [16]).parts)
+
+
+@pytest.mark.parametrize("name", ["voxtral", "audioflamingo3"])
+def test_audio_tower_and_projector_equal_torch_counter(name):
+    config = tiny_config(name)
+    model = getattr(transformers, multimodal_class(config))._from_config(config, attn_implementation="eager")
+    frames = 2 * config.audio_config.max_source_positions
+    holder = next(module for module in model.modules() if hasattr(module, "get_audio_features"))
+    ones = torch.ones(1, frames, dtype=torch.int64)
+    taken = inspect.signature(holder.get_audio_features).parameters
+    features = torch.randn(1, config.audio_config.num_mel_bins, frames)
+    with FlopCounterMode(display=False) as counter:
+        holder.get_audio_features(features, **{mask: ones for mask in taken if "mask" in mask})
+    assert opslot.count_flops(model, [], frames=[frames]).forward == counter.get_total_flops()
+
+
+def test_audio_encoder_of_another_form_is_reported():
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(tiny_config("gemma4"))
+    assert "model.audio_tower" in [part.path for part in opslot.count_flops(model, [16], frames=[100]).uncounted]
+
+
 def test_unknown_module_is_reported():
     class Mixer(nn.Module):
         def __init__(self):
@@ -225,3 +264,8 @@ def test_lengths_of_batches():
     assert document_lengths({"input_ids": tokens, "attention_mask": torch.ones(2, 6).long().triu()}) == [6, 5]
     assert document_lengths({"input_ids": tokens, "cu_seq_lens_q": torch.tensor([0, 4, 12])}) == [4, 8]
     assert image_lengths({"image_grid_thw": torch.tensor([[2, 4, 6]])}) == [24, 24]
+    features = torch.zeros(2, 8, 40)
+    assert audio_lengths({"input_features": features}) == [40, 40]
+    mask = torch.arange(40) < torch.tensor([[30], [20]])
+    assert audio_lengths({"input_features": features, "feature_attention_mask": mask}) == [30, 20]
+    assert audio_lengths({}) == []

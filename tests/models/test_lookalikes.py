@@ -37,10 +37,16 @@ def test_lookalikes_get_their_own_variant_or_none(arch, symbol, op):
 
 @pytest.mark.parametrize("arch", ["nanochat", "blt"])
 def test_rotary_with_another_rotate_half_is_skipped(arch):
-    """Both have exactly Llama's `apply_rotary_pos_emb`, but another `rotate_half`."""
+    """Both have exactly Llama's `apply_rotary_pos_emb`, but another `rotate_half`, and forms of their own."""
     patch = PatchConfig(f"transformers.models.{arch}.modeling_{arch}")
     expects = {"apply_rotary_pos_emb": ROTARY_FULL, "rotate_half": ROTATE_HALF}
     patch.slot_calls("apply_rotary_pos_emb", Slot("rotary_pos_emb", "full"), expects=expects)
     with pytest.raises(PatchError, match="rotate_half computes something else"):
         generate(patch, installed_release())
-    assert "rotary_pos_emb/full" not in {str(match) for match in discover(arch).matches}
+    text = generate(discover(arch).patch, installed_release())
+    assert "_opslot_rotary_pos_emb(query_states, key_states, cos, sin)" not in text
+
+
+def test_rotation_in_the_other_direction_gets_the_negative_sine():
+    text = generate(discover("nanochat").patch, installed_release())
+    assert "self._opslot_rotary_pos_emb(query_states, key_states, cos, -sin) if self._opslot_rotary_pos_emb" in text

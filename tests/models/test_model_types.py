@@ -55,7 +55,7 @@ def test_llama_aliases(model_type, tmp_path) -> None:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    wanted = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    wanted = AutoModelForCausalLM.from_config(config).train()
     wanted.save_pretrained(tmp_path)
     ids = torch.randint(1, 40, (2, 9))
     loss = wanted(input_ids=ids, labels=ids).loss

@@ -241,7 +241,7 @@ def test_invalid_paths_raise(train, settings, tmp_path, monkeypatch, section, fi
             {"attention_dropout": 2.0},
             "found: attention_dropout=2.0\n  hint: set attention_dropout to a number in [0, 1)",
         ),
-        ({"rms_norm_eps": -1.0}, "found: rms_norm_eps=-1.0\n  hint: set rms_norm_eps to a finite number above 0"),
+        ({"rms_norm_eps": -1.0}, "found: rms_norm_eps=-1.0\n  hint: set rms_norm_eps to a finite number from 0 on"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "found: rope_parameters.rope_theta=0\n"),
         ({"sliding_window": -5, "use_sliding_window": True}, "hint: set sliding_window to a number above 0, or null"),
         ({"hidden_act": "gelu_fats"}, "found: hidden_act='gelu_fats'\n  hint: set hidden_act to one of gelu_fast"),

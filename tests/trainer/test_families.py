@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 import yaml
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models import build_foundation_model, trained_config
@@ -19,8 +18,7 @@ from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.processors import load_processor, multimodal_class
 from opslot.trainer.validate import validate
 from opslot.trainer.vlm import VLMTrainer
-from opslot.verify.tiny import shrink
-from tests import omni
+from tests.processors import config_of
 from tests.trainer.test_processors import write_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -28,14 +26,18 @@ FILES = sorted((CONFIGS / "families").glob("*.yaml"))
 
 
 def test_every_family_has_a_file():
-    assert {"qwen3_vl", "gemma3", "llava", "glm4v", "qwen2_5_omni", "qwen3_omni_moe"} <= {file.stem for file in FILES}
+    assert {file.stem for file in FILES} == {
+        "gemma3", "gemma4", "glm4v", "glm4v_moe", "internvl", "kimi_k25", "llava", "minimax_m3_vl", "mistral3",
+        "pixtral", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_vl",
+        "qwen3_vl_moe",
+    }  # fmt: skip
 
 
 @pytest.mark.quick("qwen2_5_vl", "qwen3_vl_moe", "gemma3", "qwen2_5_omni", "qwen3_omni_moe")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_family_configuration(file, tmp_path, monkeypatch):
     name = file.stem
-    config = omni.CONFIGS[name]() if name in omni.CONFIGS else shrink(CONFIG_MAPPING[name]())
+    config = config_of(name)
     config.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
@@ -68,7 +70,7 @@ def test_command_for_other_models_and_data(name, family, tmp_path):
     _, _, path, *arguments = shlex.split(next(line for line in comment.splitlines() if "opslot train" in line)[1:])
     assert path == f"configs/{file.name}"
     given = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    config = omni.CONFIGS[family]() if family in omni.CONFIGS else shrink(CONFIG_MAPPING[family]())
+    config = config_of(family)
     config.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")

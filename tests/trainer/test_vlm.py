@@ -88,14 +88,15 @@ def test_adapters_are_exported_with_the_processor(vlm_settings, tmp_path, train)
     torch.testing.assert_close(merged.state_dict()[name], model.state_dict()[name])
 
 
-def test_adapters_on_a_part_raise_with_its_layers(vlm_settings, train):
+@pytest.mark.parametrize("target", [["vision"], "vision"], ids=["list", "string"])
+def test_adapters_on_a_part_raise_with_its_layers(vlm_settings, train, target):
     import re
 
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     base = vlm_settings["model"]["model_path"] = vlm_settings["model"].pop("config_path")
     AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
-    vlm_settings["lora"] = {"r": 2, "target_modules": ["vision"]}
+    vlm_settings["lora"] = {"r": 2, "target_modules": target}
     code, _, err = train()
     assert code == 2
     message = " ".join(err.split())

@@ -156,7 +156,7 @@ class StepRow:
         peak_gib: at the peak, of the device with the highest; None off CUDA.
         image_size: side in pixels of the image that each sample has besides `length` tokens of text; 0 for none.
         audio_seconds: of the audio that each sample has besides; 0 for none.
-        vision_ms: of it, milliseconds in the vision tower; None without one.
+        vision_ms, audio_ms: of it, milliseconds in the vision and in the audio tower; None without one.
         check: "ok" when first and last loss match those of Transformers' own code, else what is wrong or missing.
         error: why there is no time.
         kernels: opslot's table of selected kernels.
@@ -181,6 +181,8 @@ class StepRow:
     image_size: int = 0
     audio_seconds: int = 0
     vision_ms: float | None = None
+    # Not in the digests of plots, which do not show it.
+    audio_ms: float | None = field(default=None, repr=False)
 
     @property
     def own(self) -> bool:

@@ -12,6 +12,7 @@ import itertools
 import json
 import statistics
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,11 @@ from opslot.slots.protocol import trained_model
 
 # torch.compile wraps a model in a module, and releases of Transformers differ in those around a language model.
 _WRAPPERS = ("_orig_mod", "model", "language_model")
+# Names of the encoders in Transformers' models.
+_TOWERS = {
+    "vision": ("visual", "vision_tower", "vision_model"),
+    "audio": ("audio_tower", "audio_model", "audio_encoder"),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -124,11 +130,11 @@ def measure_steps(
             mark the end of each step.
         tokens_per_s: at that time.
         peak_gib: at the peak of the steps after the warm-up; None off CUDA.
-        vision_ms: median time of the vision tower, forward and backward; None without one, and off CUDA.
+        vision_ms, audio_ms: median time of the vision and of the audio tower, forward and backward; None without one.
         losses: of every step.
     """
     losses: list[Tensor] = []
-    vision = _VisionTimes(model) if device.type == "cuda" else None
+    towers = {f"{kind}_ms": TowerTimes(model, names, device) for kind, names in _TOWERS.items()}
 
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()
@@ -145,31 +151,47 @@ def measure_steps(
     values = torch.stack([x.float() for x in losses]).tolist()
     tokens = batch_at(0)["input_ids"].numel()
     found = {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "peak_gib": peak, "losses": values}
-    return found | {"vision_ms": vision.median(steps) if vision is not None else None}
+    return found | {name: times.median(steps) for name, times in towers.items()}
 
 
-class _VisionTimes:
-    """Marks when the vision tower begins and ends, in forward and in backward."""
+class _CpuMark:
+    """A point in time, with the interface of a CUDA event."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._marks: list[list[torch.cuda.Event]] = [[], [], [], []]
-        towers = (module for name, module in model.named_modules() if name.endswith(("visual", "vision_tower")))
-        tower = next(towers, None)
+    def record(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: _CpuMark) -> float:
+        return (end._seconds - self._seconds) * 1e3
+
+
+class TowerTimes:
+    """Marks when an encoder begins and ends, in forward and in backward.
+
+    Args:
+        names: last names of the module; a model without such a module has no times.
+    """
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], device: torch.device) -> None:
+        self._marks: list[list[Any]] = [[], [], [], []]
+        self._on_cuda = device.type == "cuda"
+        tower = next((module for name, module in model.named_modules() if name.rpartition(".")[2] in names), None)
         if tower is None:
             return
         tower.register_forward_pre_hook(lambda *_: self._mark(0))
         tower.register_forward_hook(self._end_of_forward)
-        # The patch embedding comes first, so its gradient comes last.
+        # The patch embedding or the first convolution comes first, so its gradient comes last.
         next(tower.parameters()).register_post_accumulate_grad_hook(lambda _: self._mark(3))
 
     def _mark(self, which: int) -> None:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True) if self._on_cuda else _CpuMark()
         event.record()
         self._marks[which].append(event)
 
     def _end_of_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         self._mark(1)
-        features = output if isinstance(output, Tensor) else getattr(output, "pooler_output", output[0])
+        # Encoders return the features as the pooled output, or as the last hidden state alone.
+        features = output if isinstance(output, Tensor) else getattr(output, "pooler_output", None)
+        features = output[0] if features is None else features
         features.register_hook(lambda grad: self._mark(2))
 
     def median(self, steps: int) -> float | None:

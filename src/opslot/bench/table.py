@@ -8,7 +8,7 @@ from opslot.bench.result import LossCurve, OpRow, Result, StepRow, by_comparison
 from opslot.slots import format_table
 
 OP_COLUMNS = ("time (ms)", "wall (ms)", "vs eager", "% of roofline", "peak MiB")
-STEP_COLUMNS = ("tokens/s", "time (ms)", "vision (ms)", "peak GiB", "first loss", "last loss")
+STEP_COLUMNS = ("tokens/s", "time (ms)", "vision (ms)", "audio (ms)", "peak GiB", "first loss", "last loss")
 
 
 def result_text(result: Result) -> str:
@@ -63,6 +63,7 @@ def step_cells(step: StepRow) -> tuple[str, ...]:
         (step.tokens_per_s, ",.0f"),
         (step.ms, ".1f"),
         (step.vision_ms, ".1f"),
+        (step.audio_ms, ".1f"),
         (step.peak_gib, ".1f"),
         (step.first_loss, ".4f"),
         (step.last_loss, ".4f"),

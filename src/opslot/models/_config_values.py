@@ -23,7 +23,7 @@ class _Range(NamedTuple):
 # Fields whose values are numbers; those that are null, boolean or a list are not checked.
 _RANGES = (
     _Range(re.compile(r"dropout|pdrop|drop_rate|layerdrop"), lambda value: 0 <= value < 1, "a number in [0, 1)"),
-    _Range(re.compile(r"(norm|rms).*_eps"), lambda value: 0 < value < math.inf, "a finite number above 0"),
+    _Range(re.compile(r"(norm|rms).*_eps"), lambda value: 0 <= value < math.inf, "a finite number from 0 on"),
     _Range(re.compile(r"rope_theta$"), lambda value: 0 < value < math.inf, "a finite number above 0"),
     _Range(re.compile(r"^sliding_window(_size)?$"), lambda value: value > 0, "a number above 0, or null"),
 )

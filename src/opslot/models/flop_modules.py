@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from opslot._base.source import forward_source
+from opslot.models.flop_audio import AudioEncoder, read_audio_encoder
 from opslot.ops.attention.options import head_widths, option_value
 from opslot.slots.protocol import attention_options
 
-TOKENS, PATCHES = "", "image"
+TOKENS, PATCHES, FRAMES = "", "image", "audio"
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "num_q_heads")
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 
 
 class Matmul(NamedTuple):
-    """A matmul with a weight: FLOPs of the forward and the backward pass, per token or patch."""
+    """A matmul with a weight: FLOPs of the forward and the backward pass, per token, patch or frame."""
 
     stream: str
     part: str
@@ -69,6 +70,7 @@ class ModuleReader:
         self.uncounted: list[Uncounted] = []
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.streams = dict(_streams(self.modules, output))
+        self.audio_path, self.audio = self._audio_encoder()
         self.head = next((path for path, module in self.modules.items() if module is output), None)
         in_towers = (module for path, module in self.modules.items() if self.streams[path] != TOKENS)
         tower_trained = any(p.requires_grad for module in in_towers for p in module.parameters(recurse=False))
@@ -81,14 +83,14 @@ class ModuleReader:
         if getattr(getattr(self.modules[""], "config", None), "is_encoder_decoder", False):
             self.uncounted.append(Uncounted("", "of an encoder-decoder model, each part is counted for every token"))
         skipped: tuple[str, ...] = ()
-        for path, module in self.modules.items():
-            stream = self.streams[path]
+        for path in self._in_order():
+            module, stream = self.modules[path], self.streams[path]
             self.differentiable[path] = self._input_differentiable(path)
             if path.startswith(skipped) and skipped:
                 continue
             if stream is None:
                 if self.streams.get(_parent(path), TOKENS) is not None:
-                    self.uncounted.append(Uncounted(path, "neither text nor images"))
+                    self.uncounted.append(Uncounted(path, "neither text nor images, nor audio in Whisper's form"))
                     skipped += (f"{path}.",)
                 continue
             if _is_inactive(path, self.modules):
@@ -97,6 +99,22 @@ class ModuleReader:
             self._read(path, module, stream)
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 self.trained[stream] = True
+
+    def _audio_encoder(self) -> tuple[str, AudioEncoder | None]:
+        """The path of the audio encoder and its rows; those of a second one would need frames of their own."""
+        for path, module in self.modules.items():
+            if self.streams[path] == FRAMES and _is_model(module):
+                return path, read_audio_encoder(module)
+        return "", None
+
+    def _in_order(self) -> list[str]:
+        """Paths of the modules, the convolutions of an audio encoder before its layers."""
+        paths = list(self.modules)
+        if self.audio is None:
+            return paths
+        first = [f"{self.audio_path}.{path}" for path in self.audio.positions]
+        start = paths.index(self.audio_path) + 1
+        return [*paths[:start], *first, *(path for path in paths[start:] if path not in first)]
 
     def _input_differentiable(self, path: str) -> bool:
         parent, name = _parent(path), path.rpartition(".")[2]
@@ -146,7 +164,7 @@ class ModuleReader:
             self.matmuls.append(Matmul(stream, part or self._part(path), flops, gradients * flops))
 
     def _rows(self, path: str, stream: str) -> float:
-        """Rows per token or patch: fewer in experts kept as a list of modules, and where patches were merged."""
+        """Rows per token, patch or frame: fewer in experts kept as a list of modules, and where patches were merged."""
         if _adapter_of(path):
             # PEFT adapts stacked experts with one low-rank pair per expert.
             base = f"{path.rsplit('.', 2)[0]}.base_layer"
@@ -159,6 +177,10 @@ class ModuleReader:
                 self.uncounted.append(Uncounted(path, "no number of experts per token"))
                 return 0.0
             return top_k / len(self.modules[found])
+        if stream == FRAMES and self.audio is not None:
+            if path.startswith(f"{self.audio_path}."):
+                return self.audio.rows_inside(path.removeprefix(f"{self.audio_path}."))
+            return self.audio.rows_after(_first_features(self.modules[_outermost(path, self.modules)]))
         return self._merged(path) if stream == PATCHES else 1.0
 
     def _expert_list(self, path: str) -> str | None:
@@ -236,7 +258,10 @@ class ModuleReader:
             return
         flops = 2 * heads * sum(widths)
         backward = 2 * flops * self._backward(path, module)
-        self.attention.append(Attention(stream, _shape(module, config), flops, backward))
+        shape = _shape(module, config)
+        if stream == FRAMES and self.audio is not None:
+            shape = AttentionShape(causal=False, chunk=self.audio.window)
+        self.attention.append(Attention(stream, shape, flops, backward))
 
     def _backward(self, path: str, module: nn.Module) -> bool:
         """Whether what a mixer computes between its projections has a gradient; its last projection comes after."""
@@ -259,10 +284,11 @@ class ModuleReader:
 
 
 def _streams(modules: dict[str, Any], output: Any) -> Iterator[tuple[str, str | None]]:
-    """By module: TOKENS, PATCHES, or None for a tower of another kind, such as audio.
+    """By module: TOKENS, PATCHES, FRAMES, or None for a tower of another kind.
 
     A tower is a model inside another whose config is of another class than the text's. What a model with a tower holds
-    besides its models and the output layer is a projector, and belongs to the patches.
+    besides its models and the output layer is a projector, and belongs to the patches, or to the frames where the
+    model has no patches or the name has "audio".
     """
     models = {path: module for path, module in modules.items() if _is_model(module)}
     towers = {path: kind for path, module in models.items() if (kind := _tower(path, module, models)) != TOKENS}
@@ -270,14 +296,16 @@ def _streams(modules: dict[str, Any], output: Any) -> Iterator[tuple[str, str | 
         around = [path, *_parents(path)]
         tower = next((towers[p] for p in around if p in towers), TOKENS)
         owner = next((p for p in around if p in models), None)
+        inside = {kind for t, kind in towers.items() if t != owner and t.startswith(f"{owner}." if owner else "")}
         projects = (
             tower == TOKENS
             and owner not in (None, path)
             and module is not output
-            and any(t.startswith(f"{owner}." if owner else "") and t != owner for t in towers)
+            and inside
             and not any(isinstance(child, nn.Embedding) for child in models[owner].children())
         )
-        yield path, PATCHES if projects else tower
+        audio = FRAMES in inside and (PATCHES not in inside or "audio" in path.lower())
+        yield path, (FRAMES if audio else PATCHES) if projects else tower
 
 
 def _is_model(module: Any) -> bool:
@@ -294,7 +322,9 @@ def _tower(path: str, module: Any, models: dict[str, Any]) -> str | None:
         module.input_modalities if isinstance(module.input_modalities, str) else " ".join(module.input_modalities)
     )
     audio = "audio" in f"{modalities if 'text' not in modalities else ''} {type(module.config).__name__}".lower()
-    return None if audio else PATCHES
+    if audio:
+        return FRAMES if read_audio_encoder(module) is not None else None
+    return PATCHES
 
 
 def _is_attention(module: Any) -> bool:

@@ -10,6 +10,7 @@ What a module computes is read from its type, its parameters and the code of its
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
-from opslot.models.flop_modules import PATCHES, TOKENS, AttentionShape, ModuleReader, Uncounted
+from opslot.models.flop_modules import FRAMES, PATCHES, TOKENS, AttentionShape, ModuleReader, Uncounted
 from opslot.slots.bind import require_module
 
 
@@ -40,7 +41,7 @@ class FlopCount:
 
     Attributes:
         parts: by part of the model: "linear", "adapters", "router", "experts", "shared experts", "attention", "delta
-            rule", "scan", "convolution", "head", and the same after "image " for a vision tower.
+            rule", "scan", "convolution", "head", and the same after "image " and "audio " for their towers.
         uncounted: modules whose FLOPs are missing, each with the reason.
         tokens: tokens of the text.
     """
@@ -77,6 +78,7 @@ def count_flops(
     lengths: Sequence[int] | torch.Tensor | int,
     *,
     patches: Sequence[int] | torch.Tensor | int = (),
+    frames: Sequence[int] | torch.Tensor | int = (),
 ) -> FlopCount:
     """FLOPs of one forward and backward pass of `model`, by part.
 
@@ -88,6 +90,7 @@ def count_flops(
         model: on any device, also meta; bound by opslot or not; inside PEFT or not.
         lengths: tokens of each document of the step.
         patches: patches of each image or video frame; towers without any are not run.
+        frames: frames of the mel features of each audio, likewise; padding of chunks is not counted.
 
     Returns:
         The FLOPs, and the modules that could not be counted.
@@ -101,7 +104,7 @@ def count_flops(
         mfu = count.total / seconds / 989e12
     """
     require_module(model, "opslot.count_flops")
-    return FlopCounter(model).count(lengths, patches=patches)
+    return FlopCounter(model).count(lengths, patches=patches, frames=frames)
 
 
 class FlopCounter:
@@ -114,20 +117,31 @@ class FlopCounter:
     def __init__(self, model: nn.Module) -> None:
         modules = ModuleReader(model)
         self.uncounted = tuple(modules.uncounted)
+        self._frame_rows = modules.audio.rows if modules.audio is not None else 1.0
         self._per_token: dict[tuple[str, str], Flops] = _summed(modules.matmuls)
         self._per_pair: dict[tuple[str, AttentionShape], Flops] = _summed(modules.attention)
 
     def count(
-        self, lengths: Sequence[int] | torch.Tensor | int, *, patches: Sequence[int] | torch.Tensor | int = ()
+        self,
+        lengths: Sequence[int] | torch.Tensor | int,
+        *,
+        patches: Sequence[int] | torch.Tensor | int = (),
+        frames: Sequence[int] | torch.Tensor | int = (),
     ) -> FlopCount:
         """See `count_flops`."""
-        sequences = {TOKENS: _lengths(lengths, "lengths"), PATCHES: _lengths(patches, "patches")}
+        sequences = {
+            TOKENS: _lengths(lengths, "lengths"),
+            PATCHES: _lengths(patches, "patches"),
+            FRAMES: _lengths(frames, "frames"),
+        }
+        rows_of_audio = [math.ceil(length * self._frame_rows) for length in sequences[FRAMES]]
         parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for (stream, part), flops in self._per_token.items():
             rows = sum(sequences[stream])
             _add(parts[_named(stream, part)], flops, rows)
         for (stream, shape), flops in self._per_pair.items():
-            _add(parts[_named(stream, "attention")], flops, visible_pairs(sequences[stream], shape))
+            attending = rows_of_audio if stream == FRAMES else sequences[stream]
+            _add(parts[_named(stream, "attention")], flops, visible_pairs(attending, shape))
         return FlopCount(
             {name: Flops(*values) for name, values in parts.items() if any(values)}, self.uncounted, sum(sequences[""])
         )
@@ -139,6 +153,10 @@ class FlopCounter:
     def per_patch(self) -> float:
         """FLOPs of the matmuls of a step for each patch of an image."""
         return sum(flops.total for (stream, _), flops in self._per_token.items() if stream == PATCHES)
+
+    def per_frame(self) -> float:
+        """FLOPs of the matmuls of a step for each frame of the mel features of an audio."""
+        return sum(flops.total for (stream, _), flops in self._per_token.items() if stream == FRAMES)
 
     def attention(self, length: int) -> float:
         """FLOPs of attention of a step for a document of `length` tokens."""
@@ -206,6 +224,18 @@ def image_lengths(batch: dict[str, Any]) -> list[int]:
     """Patches of each image and video frame of a micro batch, from its grids [N, (t, h, w)]."""
     grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if batch.get(name) is not None]
     return [height * width for grid in grids for frames, height, width in grid.tolist() for _ in range(frames)]
+
+
+def audio_lengths(batch: dict[str, Any]) -> list[int]:
+    """Frames of each audio of a micro batch, from its mel features [N, mels, frames]: without the padding where the
+    model is given its mask."""
+    features = batch.get("input_features")
+    if features is None:
+        return []
+    mask = batch.get("feature_attention_mask")
+    if mask is not None:
+        return mask.sum(-1).tolist()
+    return [features.shape[-1]] * (len(features) if features.ndim == 3 else 1)
 
 
 def _short(flops: float) -> str:

@@ -125,18 +125,21 @@ def _put(model: Any, binding: Binding, placed: list[_Placed]) -> None:
     # What an op sets on a config must not reach models that were built from the same one.
     for holder in list(config_holders(model)) or [model]:
         own_config(holder)
-    attach: dict[str, _Placed] = {}
+    attach: list[tuple[Any, list[SlotBinding], Callable[..., Any] | None]] = []
+    of_op: dict[str, list[SlotBinding]] = {}
     for module, slot, kernel in placed:
         set_wrappers(module, slot.key, slot.wrappers)
         if slot.slot:
             set_kernel(module, slot.slot, kernel)
             # Ops selected per module attach to those without slots alone.
             if not KERNEL_REGISTRY.op(slot.resolution.op_name).per_module:
-                attach.setdefault(slot.resolution.op_name, _Placed(model, slot, kernel))
-    for module, slot, kernel in (*attach.values(), *(place for place in placed if not place.slot.slot)):
-        op = KERNEL_REGISTRY.op(slot.resolution.op_name)
+                of_op.setdefault(slot.resolution.op_name, []).append(slot)
+        else:
+            attach.append((module, [slot], kernel))
+    for module, slots, kernel in (*((model, slots, None) for slots in of_op.values()), *attach):
+        op = KERNEL_REGISTRY.op(slots[0].resolution.op_name)
         if op.attach is not None:
-            set_attached(module, {**attached(module), op.name: op.attach(module, slot, kernel)})
+            set_attached(module, {**attached(module), op.name: op.attach(module, slots, kernel)})
     runs = _runs(model, binding)
     profile = "" if all(s.resolution.explicit for s in binding.slots) else str(read_profile(binding.device))
     notes = [op.note(model) for op in KERNEL_REGISTRY.ops.values() if op.note is not None]

@@ -189,6 +189,8 @@ def resolve(
         except ConfigError as error:
             problems.append((at.path or type(model).__name__, str(error)))
             continue
+        if config.is_from_preset(op_name, variant, at.path, parts):
+            resolution = replace(resolution, by_preset=True, why="preset eager")
         wrappers = wrappers_of(at.module, at.name or at.op_name)
         slots.append(SlotBinding(at.path, at.name, class_name(at.module), resolution, wrappers, parts, keeps or ""))
     skipped = _skipped(model)

@@ -62,8 +62,10 @@ class OpsImplementationConfig:
 
     Args:
         preset: "auto" for "auto" in every field, "veomni" for that system's GPU defaults, "eager" for Transformers'
-            own code everywhere, "batch_invariant" for results of a token that do not depend on what else is in the
-            batch, "fp8" for linear layers in FP8; single fields override it.
+            own code everywhere, as the model would run it (attention and experts keep the implementation that
+            Transformers selected, while the field `attn_implementation: eager` selects the one of that name),
+            "batch_invariant" for results of a token that do not depend on what else is in the batch, "fp8" for linear
+            layers in FP8; single fields override it.
         overrides: by module-path glob, fields that hold there only, e.g.
             `{"model.layers.0.*": {"rms_norm_implementation": "eager"}}`.
         **fields: implementation by field.
@@ -79,6 +81,8 @@ class OpsImplementationConfig:
     overrides: Mapping[str, Mapping[str, str]]
     _values: dict[str, str]
     _aliases_given: dict[str, str]
+    # Those that single fields gave.
+    _named: dict[str, str]
 
     def __init__(
         self,
@@ -93,7 +97,8 @@ class OpsImplementationConfig:
             values.update(dict.fromkeys(known, "eager") if preset == "eager" else PRESETS[preset])
         else:
             problems.append(f"preset={preset!r} is unknown; use one of {', '.join(PRESETS)}")
-        values.update(_canonical(fields, known, problems))
+        named = _canonical(fields, known, problems)
+        values.update(named)
         if not _maps_to_mappings(overrides):
             problems.append(
                 f"overrides={overrides!r} must map globs of module paths to the fields that hold there; "
@@ -112,6 +117,7 @@ class OpsImplementationConfig:
             overrides=MappingProxyType(read_only),
             _values=values,
             _aliases_given={aliases[name]: name for name in names},
+            _named=named,
         )
         for where, chosen in [("", values), *((f"overrides[{glob!r}].", chosen) for glob, chosen in by_glob.items())]:
             for field, value in chosen.items():
@@ -156,12 +162,24 @@ class OpsImplementationConfig:
     def choice(self, op_name: str, variant: str, path: str = "", parts: Sequence[str] = ()) -> str:
         """Implementation wanted for an op at module `path`; the last override that matches it, or all `parts`, wins."""
         field = KERNEL_REGISTRY.op(op_name).field_of(variant)
-        value = self._values[field]
-        for glob, chosen in self.overrides.items():
+        return next((chosen[field] for chosen in self._overrides_at(field, path, parts)), self._values[field])
+
+    def is_from_preset(self, op_name: str, variant: str, path: str = "", parts: Sequence[str] = ()) -> bool:
+        """Whether `choice` is that of the preset "eager", and not of a field."""
+        field = KERNEL_REGISTRY.op(op_name).field_of(variant)
+        return (
+            self.preset == "eager"
+            and field not in self._named
+            and not any(True for _ in self._overrides_at(field, path, parts))
+        )
+
+    def _overrides_at(self, field: str, path: str, parts: Sequence[str]) -> Iterator[Mapping[str, str]]:
+        """Overrides that give `field` at module `path`, or at all `parts`; the one that wins first."""
+        for glob in reversed(list(self.overrides)):
+            chosen = self.overrides[glob]
             everywhere = parts and len(fnmatch.filter(parts, glob)) == len(parts)
             if field in chosen and (fnmatch.fnmatchcase(path, glob) or everywhere):
-                value = chosen[field]
-        return value
+                yield chosen
 
     def names_kernel(self, op: OpSpec) -> bool:
         """Whether a kernel of the op is named, for the whole model or by an override."""
@@ -179,7 +197,8 @@ class OpsImplementationConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data from which an equal config can be made."""
-        out: dict[str, Any] = dict(self._values)
+        # Fields that name "eager" would select more than the preset does.
+        out: dict[str, Any] = {"preset": "eager", **self._named} if self.preset == "eager" else dict(self._values)
         if self.overrides:
             out["overrides"] = {glob: dict(chosen) for glob, chosen in self.overrides.items()}
         return out
@@ -193,8 +212,9 @@ class OpsImplementationConfig:
         return type(self).make, (self.to_dict(),)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{k}={v!r}" for k, v in self.named_fields()) or "all auto"
-        return f"OpsImplementationConfig({shown})"
+        of_preset = {"preset": "eager", **self._named}.items()
+        shown = ", ".join(f"{k}={v!r}" for k, v in (of_preset if self.preset == "eager" else self.named_fields()))
+        return f"OpsImplementationConfig({shown or 'all auto'})"
 
 
 def _maps_to_mappings(overrides: Any) -> bool:

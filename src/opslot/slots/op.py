@@ -121,7 +121,8 @@ class OpSpec:
         config_field: field of `OpsImplementationConfig`; `<name>_implementation` unless given.
         aliases: other names of that field.
         attach: for an op selected per model rather than per slot (attention) or that must prepare the model (experts):
-            `(model, slot binding, kernel or None) -> state`, called when a model is bound; `state` is what
+            `(model, slot bindings, kernel or None) -> state`, called when a model is bound, with all slots of the op,
+            or for an op selected per model with that of the model, and its kernel; `state` is what
             `detach(model, state)` needs to undo it.
         runs: `(module) -> name`: which of Transformers' own implementations would run in that module, where it has
             several.
@@ -144,7 +145,7 @@ class OpSpec:
     variants: Mapping[str, OpVariant]
     config_field: str = ""
     aliases: tuple[str, ...] = ()
-    attach: Callable[[Any, Any, Callable[..., Any] | None], Any] | None = None
+    attach: Callable[[Any, Sequence[Any], Callable[..., Any] | None], Any] | None = None
     detach: Callable[[Any, Any], None] | None = None
     runs: Callable[[Any], str | None] | None = None
     applies_to: Callable[..., str | None] | None = None

@@ -32,6 +32,7 @@ class Resolution:
         why: one sentence.
         rejected: (name, reason) of every other implementation.
         explicit: a person named it, so it must never be replaced silently.
+        by_preset: it is `eager` of the preset, which leaves to Transformers which of its implementations runs.
     """
 
     op_name: str
@@ -40,6 +41,12 @@ class Resolution:
     why: str
     rejected: tuple[tuple[str, str], ...]
     explicit: bool
+    by_preset: bool = False
+
+    @property
+    def names_eager(self) -> bool:
+        """Whether a field names "eager", which is Transformers' implementation of that name where it has several."""
+        return self.chosen == "eager" and self.explicit and not self.by_preset
 
 
 class KernelRegistry:

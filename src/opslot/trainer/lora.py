@@ -215,12 +215,14 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
         for name in names:
             is_pattern = field == "lora.target_modules" and isinstance(targets, str)
             found = [path for path, _ in model.named_modules() if path and _matches(path, name, is_pattern)]
-            if name in PARTS and not is_pattern and (pattern := _pattern_of_part(model, name)):
+            if name in PARTS and not (is_pattern and found) and (pattern := _pattern_of_part(model, name)):
                 problems.append(f"{field}: {name} is a part, and not a linear layer; set it to '{pattern}'")
             elif not found:
                 problems.append(f"{field}: {name} matches no module")
                 if is_pattern and any(_matches(path, name, False) for path, _ in model.named_modules()):
                     problems[-1] += f" (a string is a regular expression for full names; use [{name}] for a name)"
+                elif is_pattern:
+                    problems[-1] += f"; full names are such as {', '.join(_example_paths(model))}"
             problems += [f"{field}: {path} shares its weight with another module" for path in found if path in shared]
             if field == "lora.target_modules":
                 problems += [
@@ -270,16 +272,25 @@ def _matches(path: str, name: str, is_pattern: bool) -> bool:
 
 def _candidates(model: nn.Module) -> list[str]:
     """Last names of the modules that PEFT adapts, in the model's order."""
+    return list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in _adaptable(model)))
+
+
+def _example_paths(model: nn.Module) -> list[str]:
+    """Paths of modules that PEFT adapts: one of each part, at most three."""
+    part_of = {name: part for part, names in parts_of(model).items() for name in names}
+    by_part = {part_of.get(f"{path}.weight"): path for path in reversed(_adaptable(model))}
+    return [*by_part.values()][::-1][:3]
+
+
+def _adaptable(model: nn.Module) -> list[str]:
+    """Paths of the modules that PEFT adapts."""
     from transformers.pytorch_utils import Conv1D
 
     kinds = (nn.Linear, nn.Embedding, Conv1D)
     tied = _tied(model)
-    found: dict[str, Any] = {
-        path.rsplit(".", 1)[-1]: None
-        for path, m in model.named_modules()
-        if isinstance(m, kinds) and path not in tied and _maps_features(m)
-    }
-    return list(found)
+    return [
+        path for path, m in model.named_modules() if isinstance(m, kinds) and path not in tied and _maps_features(m)
+    ]
 
 
 def _tied(model: nn.Module) -> set[str]:

@@ -19,6 +19,7 @@ from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names
 from opslot.data.loader import SampleLoader, TokenLoader
 from opslot.data.mixture import MixedDataset
 from opslot.data.multimodal.collation import MultimodalCollator
+from opslot.data.multimodal.encoder_cost import AudioRows
 from opslot.data.multimodal.media import Limits
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.data.multimodal.samples import MultimodalEncoder
@@ -29,6 +30,7 @@ from opslot.data.tokenizer import load_tokenizer
 from opslot.models import trained_config
 from opslot.models._build import config_error
 from opslot.models._multimodal.placeholders import PlaceholderCheck
+from opslot.models.flop_modules import ModuleReader
 from opslot.trainer.config import EvaluationConfig, RunConfig
 from opslot.trainer.processors import load_processor, multimodal_class
 from opslot.trainer.setup import input_dtype
@@ -365,6 +367,7 @@ def _multimodal_encoder(
         Limits(data.max_pixels, data.max_frames, data.max_fps),
         data.use_audio_in_video,
         PlaceholderCheck(positions),
+        AudioRows(audio.rows, audio.window) if (audio := ModuleReader(positions.model).audio) else None,
         train_on=data.train_on,
         append_eos=data.append_eos,
         plain=data.chat_template == "none",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opslot._base.device import facts_of, peak_bf16_tflops
-from opslot.models.flops import FlopCounter, document_lengths, image_lengths
+from opslot.models.flops import FlopCounter, audio_lengths, document_lengths, image_lengths
 from opslot.trainer.config import TrainConfig
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -57,7 +57,8 @@ class StepMeter:
         """FLOPs of micro batches, before they are divided over the ranks of one sequence."""
         lengths = [length for batch in micro_batches for length in document_lengths(batch)]
         patches = [length for batch in micro_batches for length in image_lengths(batch)]
-        return self.flops.count(lengths, patches=patches).total
+        frames = [length for batch in micro_batches for length in audio_lengths(batch)]
+        return self.flops.count(lengths, patches=patches, frames=frames).total
 
     def measurements(self, tokens: int, flops: float) -> dict[str, Any]:
         """Fields of `StepRecord` for the step that ends now, from its tokens and FLOPs over all ranks."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot.data.loader import TokenLoader
-from opslot.data.multimodal.encoder_cost import linear_patch_cost
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.models._multimodal.modalities import decoder_of, inlined_inputs
 from opslot.models._sequence.packing import packing_problem
@@ -60,11 +59,13 @@ class VLMTrainer(TextTrainer):
 
     def set_costs(self) -> None:
         super().set_costs()
-        flops, estimated = self.meter.flops, linear_patch_cost(self.model_config)
-        token, patch = flops.per_token(), flops.per_patch()
-        if isinstance(self.batches, TokenLoader) and token and patch and estimated:
+        flops, cost = self.meter.flops, self.encoder.cost
+        # Of images where the model has both: a document has the sum of its costs.
+        pairs = (flops.per_patch(), cost.per_patch()), (flops.per_frame(), cost.per_frame())
+        found = next(((counted, estimated) for counted, estimated in pairs if counted and estimated), None)
+        if isinstance(self.batches, TokenLoader) and flops.per_token() and found is not None:
             # A frozen encoder has no backward pass.
-            self.batches.encoder_cost = rounded(patch / token / estimated)
+            self.batches.encoder_cost = rounded(found[0] / flops.per_token() / found[1])
 
     @property
     def processor(self) -> Any:

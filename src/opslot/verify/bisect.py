@@ -28,6 +28,8 @@ from opslot.verify.parity import DRAWS, EAGER_FACTOR, Comparison, mean_of, neare
 
 Way = Callable[["Suspect"], Iterable["Suspect"]]
 
+# Transformers' plain code, also of attention and experts: `sdpa` and `grouped_mm` are kernels of torch.
+PLAIN = {"preset": "eager", "attn_implementation": "eager", "moe_implementation": "eager"}
 # An error this many times its bound is not luck: of a tensor, and of one with few elements, in which eager's error may
 # be small by luck.
 _NO_LUCK, _NO_LUCK_OF_FEW, _FEW = 3.0, 30.0, 8
@@ -126,7 +128,7 @@ class _Trial:
 
     def __init__(self, model: Any, batch: Mapping[str, Any]) -> None:
         self.model, self.batch = model, batch
-        bind(model, "eager")
+        bind(model, PLAIN)
         self.expected = _Expected.of(model, batch)
 
     def narrow(self, suspect: Suspect, ways: Sequence[Way]) -> list[Suspect]:
@@ -140,7 +142,7 @@ class _Trial:
     def _check(self, suspect: Suspect) -> Suspect:
         overrides = {path: {suspect.field: suspect.kernel} for path in suspect.paths}
         try:
-            return replace(suspect, worst=self.worst(OpsImplementationConfig(preset="eager", overrides=overrides)))
+            return replace(suspect, worst=self.worst(OpsImplementationConfig.make({**PLAIN, "overrides": overrides})))
         except KernelError as error:
             return replace(suspect, problem=str(error))
 
@@ -162,7 +164,7 @@ class _Trial:
             for p in model.parameters():
                 if p.dtype.is_floating_point:
                     p.mul_(1 + 0.01 * torch.randn(p.shape, generator=generator).to(p))
-        bind(model, "eager")
+        bind(model, PLAIN)
         expected = _Expected.of(model, self.batch)
         return expected.compare(model, self.batch, _tolerance_ulps(bind(model, ops)))
 
@@ -182,7 +184,7 @@ class _Expected:
 
     @classmethod
     def of(cls, model: Any, batch: Mapping[str, Any]) -> _Expected:
-        """Of a model that is bound to eager."""
+        """Of a model that is bound to `PLAIN`."""
         dtype = torch.finfo(next(p.dtype for p in model.parameters() if p.dtype.is_floating_point))
         eps, selections = dtype.eps, Selections()
         with Float64Mode(), selections:

@@ -22,7 +22,7 @@ from opslot.models._multimodal.parts import parts_of
 from opslot.models._registry import declared_sub_model
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind
 from opslot.slots.protocol import is_own_attention, keeps_sequences
-from opslot.verify.bisect import Float64Mode, Selections, bisect, double, in_fp64, loss_and_gradients
+from opslot.verify.bisect import PLAIN, Float64Mode, Selections, bisect, double, in_fp64, loss_and_gradients
 from opslot.verify.isolated import Processes
 from opslot.verify.media import MediaSamples, packed_samples, parallel_samples
 from opslot.verify.parity import EAGER_FACTOR
@@ -123,7 +123,6 @@ class ConfigChecks:
         original = random_model(self.config)
         model = copy.deepcopy(original)
         apply(model, "eager")
-        _run_the_same_code(trained_part(original), trained_part(model))
         for name, batch in self._batches().items():
             wanted = _of_transformers(self._step, trained_part(original), batch)
             differ = _differences(self._step(trained_part(model), batch), wanted)
@@ -174,8 +173,8 @@ class ConfigChecks:
     def _differs_in_its_dtype(self, model: Any, batch: dict[str, Any]) -> str | None:
         """The largest difference from Transformers' code where that does not run in float64; None where it does."""
         original = self._random_model()
-        # Without kernels of other packages that Transformers selects.
-        apply(original, "eager")
+        # Without kernels of torch and other packages that Transformers selects.
+        apply(original, PLAIN)
         try:
             with Float64Mode():
                 self._step(trained_part(in_fp64(original)), double(batch))
@@ -206,8 +205,8 @@ class ConfigChecks:
         together = [self._on_device(batch) for batch in packed]
         if self.dtype == torch.float32:
             return worst_difference(train_step(model, together), train_step(model, [self._on_device(b) for b in alone]))
-        exact, eager = self._model("eager").float(), self._model("eager")
-        apply(exact, "eager")
+        exact, eager = self._model(PLAIN).float(), self._model(PLAIN)
+        apply(exact, PLAIN)
         # All with the experts of the run in float32, as in `bisect`.
         with Selections() as selections:
             wanted = train_step(exact, [self._on_device(batch, torch.float32) for batch in alone])
@@ -228,7 +227,7 @@ class ConfigChecks:
     def _frozen(self) -> tuple[str, str]:
         model, original = self._model(), random_model(self.config).eval()
         # Transformers' other implementations ignore that some encoders are bidirectional (Phi-4 multimodal).
-        _run_the_same_code(trained_part(original), trained_part(self._model("eager")))
+        _run_the_same_code(trained_part(original), trained_part(self._model(PLAIN)))
         # Without the language model, samples of text train nothing.
         batches = [batch for name, batch in self._batches().items() if self.media is None or name != "text"]
         parts = _frozen_parts(model, has_media=self.media is not None)
@@ -363,7 +362,7 @@ def _frozen_parts(model: Any, has_media: bool) -> dict[str, set[str]]:
 
 
 def _run_the_same_code(original: Any, model: Any) -> None:
-    """Give the original model, and each model in it, the implementations that `model` runs, bound to eager."""
+    """Give the original model, and each model in it, the implementations that `model` runs, bound to `PLAIN`."""
     for theirs, ours in zip(original.modules(), model.modules(), strict=True):
         # Encoders and decoders of one model may have copies of its config (T5).
         if hasattr(theirs.__dict__.get("config"), "sub_configs"):

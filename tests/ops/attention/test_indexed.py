@@ -183,8 +183,6 @@ def test_eager_is_transformers_bit_for_bit(arch):
     original = tiny(arch)
     model = copy.deepcopy(original)
     opslot.apply(model, "eager")
-    original.set_attn_implementation("eager")
-    original.set_experts_implementation("eager")
     ids = torch.randint(2, model.config.vocab_size, (1, 19))
     got = results(model, ids)
     assert all(torch.equal(got[name], x) for name, x in results(original, ids).items())

@@ -169,8 +169,6 @@ def test_eager_is_transformers_bit_for_bit(arch):
     original = random_model(tiny_config(arch)).train()
     model = copy.deepcopy(original)
     opslot.apply(model, "eager")
-    original.set_attn_implementation("eager")
-    original.set_experts_implementation("eager")
     ids, batch = batch_of(model)
     got = results(model, ids, **batch)
     assert all(torch.equal(got[name], x) for name, x in results(original, ids, **batch).items())

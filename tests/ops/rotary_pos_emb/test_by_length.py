@@ -105,7 +105,6 @@ def test_padded_batches_generate_as_in_transformers(arch, rope, use_cache):
     original = random_model(config_of(arch, rope)).eval()
     model = copy.deepcopy(original)
     opslot.apply(model, "eager")
-    original.set_attn_implementation("eager")
     ids, mask = torch.randint(3, 48, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     mask[1, :7] = 0
     options = {"do_sample": False, "max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}

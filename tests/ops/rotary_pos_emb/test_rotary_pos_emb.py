@@ -121,6 +121,19 @@ def test_single_equals_transformers_bit_for_bit(module, dtype):
         assert torch.equal(op.single(*arguments), upstream.apply_rotary_pos_emb(*arguments))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("back", [False, True])
+def test_last_channels_of_one_tensor_equal_transformers_bit_for_bit(back, dtype):
+    upstream = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    q, _, cos, sin = (x.detach() for x in inputs("gptj_fp32_last", dtype, device="cpu"))
+    cos, sin = cos[..., :3], -sin[..., :3] if back else sin[..., :3]
+    for arguments in ((q, cos, sin), (q.transpose(1, 2), cos, sin, 2)):
+        found = op.single_gptj_fp32_last(*arguments)
+        assert torch.equal(found, upstream.apply_rotary_pos_emb(*arguments))
+        triton = load("single_gptj_fp32_last", "triton")(*(x.to(DEVICE) for x in arguments[:3]), *arguments[3:])
+        torch.testing.assert_close(triton.cpu(), found, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("module", "variant", "repeated"),
     [

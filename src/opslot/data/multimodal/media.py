@@ -375,6 +375,8 @@ def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limi
 
 def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
     with av_package(source).open(io.BytesIO(data)) as container:
+        if not len(container.streams):
+            raise MediaError(f"the video {describe(source)} is damaged or cut off: it has no streams")
         if not container.streams.video:
             raise MediaError(f"{describe(source)} has no video stream")
         stream = container.streams.video[0]

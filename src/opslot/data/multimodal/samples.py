@@ -24,7 +24,7 @@ from opslot.data.chat import ChatEncoder, Rendered
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
 from opslot.data.multimodal.audio import load_audio, load_audio_track
-from opslot.data.multimodal.encoder_cost import encoder_cost
+from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
 from opslot.data.multimodal.expanded_text import moved_spans
 from opslot.data.multimodal.media import (
     KINDS,
@@ -85,6 +85,7 @@ class MultimodalEncoder(ChatEncoder):
         use_audio_in_video: read the audio tracks of videos too, as the processors of omni models take them.
         check_features: returns what is wrong with the placeholders in tokens [S] or [B, S] for what the processor
             returned, "" for nothing, None where it is unknown.
+        audio_rows: of the model's audio encoder, where they are known.
         options: as in `ChatEncoder`.
 
     Raises:
@@ -102,6 +103,7 @@ class MultimodalEncoder(ChatEncoder):
         limits: Limits | None = None,
         use_audio_in_video: bool = False,
         check_features: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], str | None] | None = None,
+        audio_rows: AudioRows | None = None,
         **options: Any,
     ) -> None:
         self.processor: Any = processor
@@ -117,6 +119,7 @@ class MultimodalEncoder(ChatEncoder):
         self.positions = positions
         self.limits = limits or Limits()
         self.check_features = check_features
+        self.cost = EncoderCost(config, audio_rows, self._component("audio"))
         # Of a prefix language model, whose prompt is bidirectional: its processor takes the answers apart as `suffix`.
         # Transformers before 5.23 has no parameter for it.
         self.has_prefix = "suffix" in inspect.signature(type(processor).__call__).parameters or source_has(
@@ -203,7 +206,7 @@ class MultimodalEncoder(ChatEncoder):
         self._check_placeholders(ids, inputs, used, sample.text)
         self._rotary_positions(ids, inputs, tracks)
         tokens["label"][np.isin(tokens["token"], self.media_tokens)] = IGNORE_INDEX
-        document = MediaDocument(tokens, to_bytes(description), encoder_cost(self.config, inputs))
+        document = MediaDocument(tokens, to_bytes(description), self.cost(inputs))
         return document, {kind for kind, _ in used}
 
     @cached_property

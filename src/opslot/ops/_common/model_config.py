@@ -38,3 +38,12 @@ def latent_head_sizes(request: KernelRequest) -> dict[str, int] | None:
     names = {"heads": "num_attention_heads", "nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "v": "v_head_dim"}
     sizes = {key: getattr(config, name, None) for key, name in names.items()}
     return {key: size for key, size in sizes.items() if size} if all(sizes.values()) else None
+
+
+def partly_rotated_head_sizes(request: KernelRequest) -> dict[str, int] | None:
+    """Query heads, and their channels without and with positions, where a config has the size of a whole head."""
+    config = text_config(request)
+    heads, width, rope = (
+        getattr(config, name, None) for name in ("num_attention_heads", "head_dim", "qk_rope_head_dim")
+    )
+    return {"heads": heads, "nope": width - rope, "rope": rope} if heads and width and rope else None

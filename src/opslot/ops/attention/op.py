@@ -15,7 +15,7 @@ are marked by the class's form, since as many queries as keys can be either.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -204,17 +204,18 @@ def _original(model: Any, attached: _Attached | None) -> str | None:
     return attached.previous if attached is not None and now == attached.set_to else now
 
 
-def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) -> _Attached:
+def _attach(model: Any, slots: Sequence[SlotBinding], kernel: Callable[..., Any] | None) -> _Attached:
     """Set the implementation on the model's config, but not on its sub-configs."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from opslot.ops.attention import masks
 
+    (slot,) = slots
     previous = model.config._attn_implementation
     if kernel is None:
-        # Transformers' code: "eager" if named, else what the model has.
-        needed = next(filter(None, map(masks_of, _modules_of(model))), None)
-        state = _set(model, needed or ("eager" if slot.resolution.explicit else previous))
+        # Transformers' code: with the preset what the model has, else that whose masks it reads, or "eager" if named.
+        needed = None if slot.resolution.by_preset else next(filter(None, map(masks_of, _modules_of(model))), None)
+        state = _set(model, needed or ("eager" if slot.resolution.names_eager else previous))
         return state._replace(hook=_reject_mixed_documents(model))
     mask_function: Any = getattr(kernel, "mask_function", None)
     if mask_function is None:

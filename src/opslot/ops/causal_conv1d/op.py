@@ -89,7 +89,7 @@ def _known_activation(module: Any) -> str | None:
 
 OP = OpSpec(
     name="causal_conv1d",
-    attach=lambda model, slot, kernel: separate_documents(model, "causal_conv1d"),
+    attach=lambda model, slots, kernel: separate_documents(model, "causal_conv1d"),
     detach=remove_hooks,
     description="depthwise causal convolution before a recurrence",
     variants={

@@ -47,7 +47,9 @@ CASES = [
     _case("two rows", (2, 70, 2, 4, 64, 64)),
     _case("packed documents", (1, 88, 2, 4, 64, 64), documents=[17, 1, 0, 70]),
     _case("packed documents in two rows", (2, 40, 2, 4, 64, 64), documents=[17, 23, 1, 39]),
+    _case("heads of 128", (1, 70, 1, 2, 128, 128), documents=[17, 53]),
     _case("8192x32x128", (1, 8192, 16, 32, 128, 128), role="bench"),
+    _case("32768x8x128", (1, 32768, 8, 8, 128, 128), role="bench"),
     _case("16384x32x128 in 16 documents", (1, 16384, 16, 32, 128, 128), documents=[1024] * 16, role="bench"),
 ]
 _channel_case = partial(_case, per_channel=True)

@@ -26,6 +26,8 @@ _MAX_16_BIT_SUMS = 8
 _WORTH_COMPACTING = 0.9
 # cuBLAS has fast kernels in 16 bits for sizes that are multiples of this; those for others have a sixth of the speed.
 _ALIGNED_SIZE = 8
+# Smaller vocabularies take one matmul, as in Transformers' code: two would cost more.
+_FEWEST_IN_TWO_PARTS = 1024
 
 
 class Head(NamedTuple):
@@ -97,7 +99,7 @@ def _vocabulary_parts(weight: Tensor) -> tuple[slice | None, slice]:
     """The few entries at the end of the vocabulary that make cuBLAS slow, or None, and the others."""
     size = weight.shape[0]
     aligned = size - size % _ALIGNED_SIZE
-    if not weight.is_cuda or weight.element_size() != 2 or aligned in (0, size):
+    if not weight.is_cuda or weight.element_size() != 2 or size < _FEWEST_IN_TWO_PARTS or aligned == size:
         return None, slice(0, size)
     return slice(aligned, size), slice(0, aligned)
 

@@ -1,9 +1,10 @@
 """mlp_activation: registration of the op and of its kernels."""
 
-from opslot.ops._common.specs import add_triton_kernel
+from opslot.ops._common.specs import H200, add_triton_kernel
 from opslot.ops.mlp_activation.op import OP
 from opslot.slots import KERNEL_REGISTRY
 
 KERNEL_REGISTRY.register_op(OP)
-# Not measured yet, so without a priority: `auto` does not select it.
-add_triton_kernel(OP, description="one launch forward and one backward, keeps the input alone")
+# Forward + backward of [16384, 21504] in bf16 on an H200 (ms), beside torch.compile and eager: relu2 0.83 (1.41, 2.32),
+# xielu with bfloat16 scalars 1.17 (3.20, 21.4), with float32 scalars 1.46 (3.24, 34.4).
+add_triton_kernel(OP, priority={H200: 80}, description="one launch forward and one backward, keeps the input alone")

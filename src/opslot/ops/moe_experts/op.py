@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from opslot.ops._common.model_config import text_config
 from opslot.ops.moe_experts._gating import bounded, halves_of
 from opslot.ops.moe_experts.cases import BENCHMARK_FORMS, CASES, benchmark_case
 from opslot.ops.moe_experts.contract import Experts, variants
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant, walk_slots
+from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant, SlotBinding
 from opslot.slots.protocol import SLOTS, bound_kernel
 
 _IMPLEMENTATION = "_experts_implementation"
@@ -191,16 +191,17 @@ def _is_number(module: Any, name: str) -> bool:
     return isinstance(getattr(module, name, None), int | float)
 
 
-def attach(model: Any, slot: Any, kernel: Any) -> list[tuple[Any, str | None]]:
-    """Make "eager" mean Transformers' own loop.
+def attach(model: Any, slots: Sequence[SlotBinding], kernel: Any) -> list[tuple[Any, str | None]]:
+    """Make "eager", where a field names it, mean Transformers' own loop.
 
     Transformers dispatches to other implementations, by default grouped_mm. Experts that no kernel supports keep that
     dispatch.
     """
+    named = [(model.get_submodule(slot.path), slot) for slot in slots if slot.resolution.names_eager]
     eager = [
-        at.module
-        for at in walk_slots(model)
-        if at.op_name == OP.name and bound_kernel(at.module, at.name) is None and _served(at.variant, at.module)
+        module
+        for module, slot in named
+        if bound_kernel(module, slot.slot) is None and _served(slot.resolution.variant, module)
     ]
     configs = {id(c): c for c in (getattr(m, "config", None) for m in eager) if hasattr(c, _IMPLEMENTATION)}
     previous = [(config, getattr(config, _IMPLEMENTATION)) for config in configs.values()]

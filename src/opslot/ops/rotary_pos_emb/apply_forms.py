@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class RotaryForm(Reviewed):
         options: further arguments of the kernel.
         complex_angles: in place of both, one complex tensor has cos + i sin of each pair.
         optional_keys: only calls with queries and keys have a slot.
+        inverse: rotates in the other direction, so the kernel takes -sin.
     """
 
     rotation: tuple[str, str] | None = _HALF
@@ -42,6 +44,7 @@ class RotaryForm(Reviewed):
     complex_angles: bool = False
     options: tuple[str, ...] = ()
     optional_keys: bool = False
+    inverse: bool = False
 
     def matches(self, module: ModuleView, name: str) -> bool:
         helper = self.rotation
@@ -65,6 +68,8 @@ class RotaryForm(Reviewed):
             angles = [f"{angles[0]}.real", f"{angles[0]}.imag", *self.options]
         elif self.per_pair:
             angles = [f"{angle}{self.per_pair}" for angle in angles]
+        elif self.inverse:
+            angles = [angles[0], f"-{angles[1]}"]
         return ", ".join([q, k, *angles])
 
 
@@ -90,6 +95,14 @@ _SLOT_NAMES = {"vision": "rotary_pos_emb_vision", "gptj_to_neox": "rotary_pos_em
 
 ROWS = (
     RotaryForm("be80094eafa5", "full", _NEOX, "llama, qwen2, qwen3, mistral, gemma and 113 more"),
+    RotaryForm(
+        "be80094eafa5",
+        "full",
+        "x * cos - rotate_half(x) * sin over the full head",
+        "nanochat",
+        rotation=("rotate_half", "6f3cb8d8d8cd"),
+        inverse=True,
+    ),
     *_upcast(
         ("05991b40438a", "olmo, olmo2, olmo3, olmo_hybrid, flex_olmo, lfm3"),
         ("f497ffb90cf6", "modernbert, modernbert_decoder, esm, evolla"),
@@ -141,12 +154,19 @@ ROWS = (
         "openai_privacy_filter",
         rotation=("_apply_rotary_emb", "5bfb91e9b47c"),
     ),
+    RotaryForm(
+        "9c1a87b7177b",
+        "single_gptj_fp32_last",
+        "neighboring channels at the end of a head are rotated in fp32, one cos and sin per pair",
+        "deepseek_v4",
+        rotation=("rotate_half", _PAIRS),
+    ),
     *_gptj_per_channel(
         ("092e097bf36a", "gptj", ("rotate_half", _PAIRS), _FIRST_HALF, "glm, glm4, moonshine"),
         ("9fb401b5b413", "gptj", ("rotate_half", _PAIRS), _FIRST_HALF, "helium"),
         ("be80094eafa5", "gptj", ("rotate_half", _PAIRS_STACKED), _EVERY_SECOND, "blt"),
         ("aa3efe91972a", "gptj", ("rotate_half_llm", _PAIRS), _EVERY_SECOND, "glm4v, glm_ocr"),
-        ("b7a7d38556e0", "gptj_fp32", ("rotate_half", _PAIRS), _FIRST_HALF, "ernie4_5, ernie4_5_moe"),
+        ("b7a7d38556e0", "gptj_fp32", ("rotate_half", _PAIRS), _FIRST_HALF, "ernie4_5, ernie4_5_moe, hy_v4_vl"),
         ("613cf3a05c96", "gptj_fp32", ("rotate_half", _PAIRS_STACKED), _EVERY_SECOND, "cohere, cohere2, cohere2_moe"),
         ("21a09e5fb4e2", "gptj_fp32", ("rotate_half_text", _PAIRS), _EVERY_SECOND, "ernie4_5_vl_moe"),
     ),
@@ -220,7 +240,7 @@ def mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
         return "rotates in another way than the reviewed forms"
     if form.per_pair == _EVERY_SECOND and not _one_angle_per_pair(module):
         return "may rotate two channels of a pair by different or learned angles"
-    options = set() if form.per_pair or form.complex_angles else {"unsqueeze_dim"}
+    options = set() if form.complex_angles else {"unsqueeze_dim"}
     calls = [call for calls in _calls(module, name, form).values() for call in calls]
     if not calls or not all(_takes(call, len(form.parameters), options) for call in calls):
         return f"is called with other arguments than {', '.join(form.parameters)}"
@@ -241,7 +261,11 @@ def _has_trained_angles(module: ModuleView, method: str) -> bool:
     return bool(made) and any(f"{name}.cos()" in module.text(method) for name in trained)
 
 
-_ARGUMENTS = {"single": ["x", "cos", "sin"], "multimodal": ["q", "k", "cos", "sin", "mrope_section"]}
+_ARGUMENTS = {
+    "single": ["x", "cos", "sin"],
+    "single_gptj_fp32_last": ["x", "cos", "sin"],
+    "multimodal": ["q", "k", "cos", "sin", "mrope_section"],
+}
 
 
 def _one_angle_per_pair(module: ModuleView) -> bool:
@@ -271,16 +295,18 @@ def _takes(call: ast.Call, arguments: int, options: set[str]) -> bool:
 
 def _match(module: ModuleView, name: str, form: RotaryForm) -> Match:
     def write(patch: PatchConfig) -> None:
-        if form.per_pair or form.complex_angles or form.optional_keys:
+        if form.per_pair or form.complex_angles or form.optional_keys or form.inverse:
             arguments = [f"${argument}" for argument in form.parameters]
             for method, calls in _calls(module, name, form).items():
-                patch.slot_expr(
-                    method,
-                    form.slot,
-                    f"{name}({', '.join(arguments)})",
-                    args=form.kernel_arguments(arguments),
-                    count=len(calls),
-                )
+                keywords = Counter("".join(f", {ast.unparse(keyword)}" for keyword in call.keywords) for call in calls)
+                for options, count in keywords.items():
+                    patch.slot_expr(
+                        method,
+                        form.slot,
+                        f"{name}({', '.join(arguments)}{options})",
+                        args=f"{form.kernel_arguments(arguments)}{options}",
+                        count=count,
+                    )
         else:
             expects = {name: form.hash} | ({form.rotation[0]: form.rotation[1]} if form.rotation else {})
             patch.slot_calls(name, form.slot, expects=expects)

@@ -145,6 +145,7 @@ def latent_cases(cos_layout: str = "twice") -> list[InputCase]:
         case("latent", (2, 9, 4, 1, 48), 16),
         case("odd sizes", (1, 5, 3, 1, 29), 10, cos_batch=1),
         case("many heads", (1, 2, 70, 1, 192), 64),
+        case("one head", (1, 6, 1, 1, 48), 16),
         case("contiguous heads", (2, 4, 4, 2, 32), 8, memory="heads"),
         case("tokens before heads", (2, 6, 4, 1, 48), 16, unsqueeze_dim=2),
         case("fp32 angles", (1, 6, 4, 1, 24), 8, cos_dtype=torch.float32),

@@ -125,7 +125,7 @@ class NormedAndRotated:
         rotations = [
             (name, form)
             for name, form in rotary_functions(module, self.rows)
-            if form and form.variant in _WITH_NORM and not mismatch(module, name, form)
+            if form and form.variant in _WITH_NORM and not form.inverse and not mismatch(module, name, form)
         ]
         for owner, method in module.methods():
             found = [

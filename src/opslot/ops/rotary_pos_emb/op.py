@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.fused_norms import can_serve
-from opslot.ops._common.model_config import head_sizes, latent_head_sizes
+from opslot.ops._common.model_config import head_sizes, latent_head_sizes, partly_rotated_head_sizes
 from opslot.ops.rotary_pos_emb.cases import (
     MULTIMODAL_CASES,
     VISION_CASES,
@@ -154,6 +154,14 @@ gptj_to_neox_last = _of_last_channels(gptj_to_neox, "gptj_to_neox_last")
 gptj_fp32_last = _of_last_channels(gptj_fp32, "gptj_fp32_last")
 
 
+def single_gptj_fp32_last(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """`gptj_fp32_last` of one tensor. DeepSeek-V4 rotates queries, keys and, with -sin, the output of attention."""
+    dtype = _compute_dtype(x, cos)
+    cos, sin = cos.unsqueeze(unsqueeze_dim).to(dtype), sin.unsqueeze(unsqueeze_dim).to(dtype)
+    x_pass, x_rot = x.tensor_split((x.shape[-1] - 2 * cos.shape[-1],), -1)
+    return torch.cat((x_pass, _rotate_interleaved(x_rot.to(dtype), cos, sin).to(x.dtype)), -1)
+
+
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """For vision towers: `q`, `k` [S, heads, D] or [B, S, heads, D], `cos`, `sin` [S, D] or [B or 1, S, D]; fp32, cast
     to the dtypes of q and k. With fewer channels R in `cos` and `sin`, the first R are rotated."""
@@ -283,12 +291,14 @@ def _variant(
     )
 
 
-def _single_variant() -> OpVariant:
-    benchmark_case = make_benchmark_case(1, "twice")
+def _of_one_tensor(variant: OpVariant) -> OpVariant:
+    """The variant with the cases of another whose `q` is its `x`."""
+    make = variant.benchmark_case
     return replace(
-        _variant(single, [as_single(case) for case in cases()], "all channels of one tensor, NeoX layout"),
+        variant,
+        cases=[as_single(case) for case in variant.cases],
         differentiable=("x",),
-        benchmark_case=lambda shape, tokens: as_single(benchmark_case(shape, tokens)),
+        benchmark_case=None if make is None else lambda shape, tokens: as_single(make(shape, tokens)),
     )
 
 
@@ -307,7 +317,7 @@ def _latent_variant(
 _VARIANTS = (
     _variant(full, cases(), "all channels, NeoX layout"),
     _variant(full_fp32, cases(), "full in fp32, cast to the dtype of q"),
-    _single_variant(),
+    _of_one_tensor(_variant(single, cases(), "all channels of one tensor, NeoX layout")),
     _variant(half_cos_sin, cases(cos_layout="once"), "full, with one cos and sin per pair", cos_layout="once"),
     _variant(
         partial,
@@ -320,6 +330,13 @@ _VARIANTS = (
     _latent_variant(gptj_to_neox_last, gptj_to_neox, "partial_last with GPT-J layout in, NeoX layout out"),
     _latent_variant(
         gptj_fp32_last, gptj_fp32, "gptj_fp32 of the last channels; k may have fewer channels than q", "once"
+    ),
+    _of_one_tensor(
+        replace(
+            _variant(single_gptj_fp32_last, latent_cases("once"), "gptj_fp32_last of one tensor", ratio=None),
+            static_shape=partly_rotated_head_sizes,
+            benchmark_case=make_latent_benchmark_case("once"),
+        )
     ),
     _variant(gptj, gptj_cases(), "the first channels, GPT-J layout", ratio=2, cos_layout="first half"),
     _variant(gptj_fp32, gptj_cases(), "gptj in fp32, cast to the dtype of q", cos_layout="every second"),

@@ -155,7 +155,7 @@ def _of_pairs(**form: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return rotate
 
 
-_GPTJ = {"interleaved": (True, True), "half_cos_sin": True}
+_GPTJ: dict[str, Any] = {"interleaved": (True, True), "half_cos_sin": True}
 
 full = _of_pairs()
 full_fp32 = _of_pairs(keep_dtype=True)
@@ -172,6 +172,11 @@ gptj_fp32_last = _of_pairs(**_GPTJ, last=True, keep_dtype=True)
 def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
     """`op.single`, within the limits of `full`."""
     return _apply(x, None, cos, sin, unsqueeze_dim)[0]
+
+
+def single_gptj_fp32_last(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """`op.single_gptj_fp32_last` for float32, bfloat16 and float16."""
+    return _apply(x, None, cos, sin, unsqueeze_dim, **_GPTJ, last=True, keep_dtype=True)[0]
 
 
 def multimodal(
