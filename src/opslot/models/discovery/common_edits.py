@@ -44,10 +44,10 @@ def _hold_generated_backbones(patch: PatchConfig, module: ModuleView) -> None:
 
 
 def _define_globals(patch: PatchConfig, module: ModuleView) -> None:
-    """Define the globals that only upstream's constructors assign, which an instance moved here never ran.
+    """Define the globals that only constructors in Transformers' module assign, which an instance moved here never ran.
 
     Before 5.15, Mamba's constructors assign the functions of mamba_ssm, and whether there are any. `apply` copies the
-    values that upstream's module has.
+    values that Transformers' module has.
     """
     declared = {name for node in find_nodes(ast.Global, module.tree) for name in node.names}
     names = sorted(declared - {node.id for top in module.tree.body for node in _assigned(top)})
@@ -122,7 +122,7 @@ def _convert_checkpoints(patch: PatchConfig, name: str) -> None:
     """
     patch.add_final_block(
         f"""
-        # A subclass in another module stays custom code, as a subclass of upstream's class is.
+        # A subclass in another module stays custom code, as a subclass of Transformers' class is.
         {name}.is_custom_code = classmethod(lambda cls: cls.__module__ != __name__)
         """
     )
