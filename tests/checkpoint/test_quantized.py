@@ -166,6 +166,12 @@ MISSING = {
     "FP8 scale": ({"a.weight": random_float8(8, 8)}, r"a.weight \(model.* is float8_e4m3fn.* lacks a.weight_scale_"),
     "FP8 weight": ({"a.weight_scale_inv": random_scale(1, 1)},
                    r"a.weight_scale_inv \(model.safetensors\) is float32, and the checkpoint lacks a.weight in float8"),
+    "FP4 scale": ({"a.weight": torch.zeros(6, 32, dtype=torch.int8)},
+                  r"a.weight \(model.safetensors\) is int8, and the checkpoint lacks a.scale"),
+    "FP4 weight": ({"a.scale": random_scale(6, 2).to(torch.float8_e8m0fnu)},
+                   r"a.scale \(model.safetensors\) is float8_e8m0fnu, and the checkpoint lacks a.weight in float8"),
+    "FP8 weight of _scale": ({"a.weight_scale": random_scale(1, 1)},
+                             r"a.weight_scale \(model.safetensors\) is float32, and the checkpoint lacks a.weight in "),
     "MXFP4 scales": ({"a_blocks": torch.zeros(1, 2, 2, 16, dtype=torch.uint8)}, r"a_blocks \(model.*lacks a_scales"),
     "MXFP4 blocks": ({"a_scales": torch.zeros(1, 2, 2, dtype=torch.uint8)}, r"a_scales \(model.*lacks a_blocks"),
     "FP8 grid": ({"a.weight": random_float8(8, 20), "a.weight_scale_inv": random_scale(3, 3)},
@@ -182,6 +188,12 @@ def test_missing_scale_is_one_error(tmp_path: Path, case: str) -> None:
     with pytest.raises(CheckpointError, match=rf"has quantized tensors that cannot be read:\n- {message}") as caught:
         load_weights(nn.Linear(2, 2), folder)
     assert "hint: add the missing shards" in str(caught.value)
+
+
+def test_parameters_that_end_in_scale_are_not_those_of_a_tensor(tmp_path: Path) -> None:
+    tensors = {"layer_scale": torch.ones(4), "a.scale": torch.ones(4), "bits": torch.ones(2, 4, dtype=torch.uint8)}
+    folder = folder_of(tmp_path / "x", tensors, {"quantization_config": FP8_CONFIG})
+    assert read_all(folder, {"quantization_config": FP8_CONFIG}).keys() == tensors.keys()
 
 
 def test_missing_scales_are_listed_together(tmp_path: Path) -> None:

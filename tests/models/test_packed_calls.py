@@ -7,6 +7,7 @@ from transformers.models.auto import modeling_auto
 
 import opslot
 from opslot._base.errors import KernelError
+from opslot.ops._common.documents import restart
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 
@@ -104,8 +105,8 @@ def test_boundaries_that_masks_of_transformers_would_ignore_raise(arch, given, w
         ("rwkv", "auto", "RwkvSelfAttention has a ZeroPad2d"),
         ("openai-gpt", "auto", "Attention computes attention itself"),
         ("roformer", "auto", "RoFormerSelfAttention computes attention itself"),
-        ("bert", "eager", "Transformers' eager ignores cu_seq_lens_q"),
-        ("eurobert", "eager", "Transformers' eager ignores cu_seq_lens_q"),
+        ("bert", "eager", "Transformers' sdpa ignores cu_seq_lens_q"),
+        ("eurobert", "eager", "Transformers' sdpa ignores cu_seq_lens_q"),
     ],
 )
 def test_models_that_mix_documents_raise(arch, ops, why, given):
@@ -113,6 +114,67 @@ def test_models_that_mix_documents_raise(arch, ops, why, given):
     with pytest.raises(KernelError, match=rf"(?s)cannot keep packed documents \(cu_seq_lens_q\) apart.*{why}"):
         model(**packed(model, **given))
     model(input_ids=packed(model)["input_ids"])
+
+
+@pytest.mark.quick("rwkv", "bart")
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "rwkv",
+        "bart",
+        "trocr",
+        "blt",
+        "cpmant",
+        "openai-gpt",
+        "roformer",
+        "rembert",
+        "megatron-bert",
+        "big_bird",
+        "bigbird_pegasus",
+    ],
+)
+def test_models_that_mix_documents_raise_for_positions_that_restart(arch, mode):
+    model = with_kernels(arch).train(mode)
+    ids = packed(model)["input_ids"]
+    with pytest.raises(KernelError, match=r"cannot keep packed documents \(position_ids that restart\) apart"):
+        model(input_ids=ids, position_ids=positions())
+
+
+@pytest.mark.parametrize("arch", ["rwkv", "openai-gpt", "roformer", "bigbird_pegasus"])
+@pytest.mark.parametrize("fill", [0, 1])
+def test_positions_of_padding_do_not_raise(arch, fill):
+    model = with_kernels(arch)
+    ids = packed(model)["input_ids"]
+    padding, tokens = torch.full((3,), fill), torch.arange(sum(LENGTHS) - 3)
+    for parts in ([padding, tokens], [tokens, padding]):
+        model(input_ids=ids, position_ids=torch.cat(parts)[None])
+
+
+def test_positions_of_a_device_are_not_read():
+    model = with_kernels("openai-gpt").to("meta")
+    ids = packed(model)["input_ids"].to("meta")
+    model(input_ids=ids, position_ids=positions().to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("given", "restarts"),
+    [
+        ([0, 1, 2, 0, 1], True),
+        ([2, 3, 4, 2, 3], True),
+        ([0, 1, 2, 3, 4], False),
+        ([1, 1, 1, 0, 1], False),
+        ([0, 0, 0, 1, 2], False),
+        ([0, 1, 2, 1, 1], False),
+        ([0, 1, 2, 2, 3], False),
+        ([0, 1, 2, 0, 0], False),
+        ([0, 1, 1, 0, 1], True),
+    ],
+)
+def test_restarting_positions(given, restarts):
+    rising = torch.arange(len(given))
+    assert restart(torch.tensor([given])) is restarts
+    assert restart(torch.stack([rising, torch.tensor(given)])) is restarts
 
 
 def test_encoder_decoder_models_raise():

@@ -67,6 +67,50 @@ def test_every_supported_architecture_was_checked():
     assert failed == {}
 
 
+NO_EXPERTS = "ep=2, but {} has no experts"
+INSIDE_ITS_ENCODER = "its language model is not separate from its encoder"
+# Those with `NO_EXPERTS`.
+WITHOUT_EXPERTS = {
+    "apertus", "apertus1p5", "arcee", "bamba", "cohere", "cohere2", "cwm", "dory", "ernie4_5", "exaone4",
+    "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "glm", "glm4", "glm4v", "granite", "granite_swa",
+    "helium", "hunyuan_v1_dense", "idefics3", "internvl", "lfm2", "lfm3", "llama", "mamba2", "ministral",
+    "ministral3", "mistral", "mistral3", "mllama", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid",
+    "omniasr", "phi", "phi3", "phi4_multimodal", "pixtral", "qwen2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl",
+    "qwen3", "qwen3_5", "qwen3_vl", "seed_oss", "smollm3", "stablelm", "starcoder2", "youtu", "zamba2",
+}  # fmt: skip
+TRANSFORMERS_RAISES = (
+    "Transformers raises AttributeError: 'MoeCausalLMOutputWithPast' object has no attribute 'image_outputs'"
+)
+# By check and architecture.
+UNSUPPORTED = {
+    ("ep", "longcat_flash"): "model.layers.0.mlp.experts cannot be sharded over ep ranks: its experts are 6 in "
+    "gate_up_proj, 4 in down_proj",
+    ("packed", "mllama"): INSIDE_ITS_ENCODER,
+    ("sp", "mllama"): f"sequences of MllamaForConditionalGeneration cannot be sharded (sp=2): {INSIDE_ITS_ENCODER}",
+    ("sp", "phi4_multimodal"): "sequences of Phi4MultimodalForCausalLM cannot be sharded (sp=2): it places features "
+    "of images or audio in sequences inside its language model",
+    ("eager with_images", "llama4"): TRANSFORMERS_RAISES,
+    ("frozen with_images", "llama4"): TRANSFORMERS_RAISES,
+}
+
+
+def test_unsupported_checks_are_known_with_their_reasons():
+    """A check that becomes unsupported is a loss, like one that fails."""
+    file = Path(__file__).parents[2] / "benchmarks" / "architectures.json"
+    without_experts, found = set(), {}
+    for arch, outcome in json.loads(file.read_text())["architectures"].items():
+        for kind in ("checks", "with_images"):
+            for check, (result, reason) in outcome.get(kind, {}).items():
+                if result != "unsupported":
+                    continue
+                if check == "ep" and re.fullmatch(re.escape(NO_EXPERTS).replace(r"\{\}", r"\w+"), reason):
+                    without_experts.add(arch)
+                else:
+                    found[check if kind == "checks" else f"{check} {kind}", arch] = reason
+    assert found == UNSUPPORTED
+    assert without_experts == WITHOUT_EXPERTS
+
+
 def representatives():
     """Architectures with every op and variant, and with forms that no other has."""
     lock, version = Lock.load(lock_path()), installed_release().version

@@ -29,8 +29,9 @@ METHODS = ("fp8", "mxfp4")
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BYTES = (torch.int8, torch.uint8)
-# Where the scale of tensor `name` of a module is.
-_SCALES = ("{name}_scale_inv", "{name}_scale", "{module}.scale", "{module}.qscale_weight")
+# Where the scale of tensor `name` of a module is; the first is that of FP4.
+_FP4_SCALE = "{module}.scale"
+_SCALES = ("{name}_scale_inv", "{name}_scale", _FP4_SCALE, "{module}.qscale_weight")
 # Scales of activations and of the key-value cache, for kernels that compute in float8.
 _UNUSED = (
     "{name}_activation_scale",
@@ -152,14 +153,14 @@ def dequantized_entries(
             hint=f"opslot reads {' and '.join(METHODS)}; load the original checkpoint, or dequantize this one with "
             "Transformers and save it",
         )
-    return _Quantized(entries, quantization.get("weight_block_size"), dtype).result(folder)
+    return _Quantized(entries, method, quantization.get("weight_block_size"), dtype).result(folder)
 
 
 class _Quantized:
     """Pairs quantized tensors with their scales."""
 
-    def __init__(self, entries: Mapping[str, TensorEntry], block_size: Any, dtype: torch.dtype) -> None:
-        self._entries, self._dtype = entries, dtype
+    def __init__(self, entries: Mapping[str, TensorEntry], method: str, block_size: Any, dtype: torch.dtype) -> None:
+        self._entries, self._is_fp8, self._dtype = entries, method == "fp8", dtype
         self._block_size = tuple(block_size) if isinstance(block_size, Sequence) and len(block_size) == 2 else None
         self._used: set[str] = set()
         self._problems: list[str] = []
@@ -188,6 +189,9 @@ class _Quantized:
             return None
         names = {"name": name, "module": name.removesuffix(".weight")}
         scale = next((s for form in _SCALES if (s := self._entries.get(form.format(**names))) is not None), None)
+        if packed and scale is None and entry.dtype == torch.int8 and self._is_fp8:
+            self._missing(entry, _FP4_SCALE.format(**names))
+            return None
         if packed and (scale is None or scale.dtype != torch.float8_e8m0fnu):
             return None  # some other integers
         if scale is None:
@@ -240,9 +244,15 @@ class _Quantized:
         return max(size // parts, 1) if parts and size % parts == 0 else None
 
     def _check_alone(self, entry: TensorEntry) -> None:
-        """Report a scale without its tensor."""
-        if entry.name.endswith("_scale_inv"):
-            self._missing(entry, f"{entry.name.removesuffix('_scale_inv')} in float8")
+        """Report a scale without its tensor. Names that only end in "scale" may be those of parameters."""
+        name = entry.name
+        is_scale = name.endswith(".weight_scale") or entry.dtype == torch.float8_e8m0fnu
+        if name.endswith("_scale_inv"):
+            self._missing(entry, f"{name.removesuffix('_scale_inv')} in float8")
+        elif self._is_fp8 and is_scale and name.endswith("_scale"):
+            self._missing(entry, f"{name.removesuffix('_scale')} in float8 or FP4")
+        elif self._is_fp8 and is_scale and name.endswith(".scale"):
+            self._missing(entry, f"{name.removesuffix('.scale')}.weight in float8 or FP4")
         elif entry.name.endswith("_scales") and entry.dtype == torch.uint8:
             self._missing(entry, f"{entry.name.removesuffix('_scales')}_blocks")
 

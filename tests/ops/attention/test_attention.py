@@ -251,6 +251,15 @@ MLA = ({"qk_head_dim": 192, "v_head_dim": 128},)
         ({"layers": SINKS}, "sdpa", "has no attention sinks"),
         ({"attention_dropout": 0.1}, "sdpa", "has no dropout, this model's attention_dropout is 0.1"),
         ({"flags": ("_supports_sdpa",)}, "sdpa", "Transformers does not let Model use it"),
+        # The flag of Transformers does not say why.
+        ({"flags": ("_supports_sdpa",), "layers": SINKS}, "sdpa", "has no attention sinks"),
+        ({"flags": ("_supports_sdpa",), "attn_logit_softcapping": 50.0}, "sdpa", "has no softcap"),
+        ({"device": HOPPER, "flags": ("_supports_sdpa",), "layers": SINKS}, "cudnn", "has no attention sinks"),
+        (
+            {"device": HOPPER, "flags": ("_supports_flex_attn",), "layers": SINKS},
+            "flex_attention",
+            "has no attention s",
+        ),
         ({"attention_dropout": 0.1, "layers": ({"attention_dropout": 0.0},) * 2}, "sdpa", None),
         ({"device": HOPPER, "layers": SINKS}, "cudnn", "has no attention sinks"),
         ({"device": HOPPER, "layers": MLA}, "cudnn", None),
@@ -352,7 +361,7 @@ def test_kernel_without_mask_support_raises():
     model.config._attn_implementation = "sdpa"
     slot = SlotBinding("", "", "Model", Resolution("attention", "causal", "mine", "named", (), True))
     with pytest.raises(KernelError, match=r"attn_implementation='mine'.* no attribute mask_function(.|\n)*hint"):
-        op.OP.attach(model, slot, lambda *arguments, **options: None)
+        op.OP.attach(model, [slot], lambda *arguments, **options: None)
     assert model.config._attn_implementation == "sdpa"
 
 

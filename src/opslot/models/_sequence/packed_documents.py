@@ -1,4 +1,4 @@
-"""Hooks on models that get packed documents as `cu_seq_lens_q`: positions that restart, or an error where documents
+"""Hooks on models that get packed documents: positions that restart for `cu_seq_lens_q`, or an error where documents
 would see each other."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
+from opslot._base.host_values import host_values
 from opslot._base.source import takes_text_axis
 from opslot.models._hooks import add_pre_hook
 from opslot.models._multimodal.modalities import decoder_of
@@ -20,6 +21,8 @@ from opslot.ops._common.documents import (
     has_position_axes,
     masks_drop_positions,
     positions_in_documents,
+    positions_of_documents,
+    restart,
 )
 from opslot.slots.protocol import (
     attention_options,
@@ -32,7 +35,8 @@ from opslot.slots.protocol import (
 
 
 def separate_documents(model: nn.Module) -> None:
-    """Let models that would mix packed documents raise for `cu_seq_lens_q`, and others give them positions.
+    """Let models that would mix packed documents raise for `cu_seq_lens_q` and for positions that restart, and others
+    derive positions from `cu_seq_lens_q`.
 
     Models that get no position_ids would count them through a whole row, and masks of Transformers are made of them.
     Decoders with several axes of positions make masks of those of the text, which [B, S] alone do not reach.
@@ -75,12 +79,25 @@ class _Reject:
     problem: str
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("cu_seq_lens_q") is not None:
+        packed_by = "cu_seq_lens_q" if kwargs.get("cu_seq_lens_q") is not None else None
+        if packed_by is None and self._restart(model, args, kwargs):
+            packed_by = "position_ids that restart"
+        if packed_by is not None:
             raise KernelError(
-                f"{type(model).__name__} cannot keep packed documents (cu_seq_lens_q) apart",
+                f"{type(model).__name__} cannot keep packed documents ({packed_by}) apart",
                 found=self.problem,
                 hint="pass each document in a row of its own, padded, with an attention_mask",
             )
+
+    @staticmethod
+    def _restart(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
+        given = {**dict(zip(_parameters(model), args, strict=False)), **kwargs}
+        positions = positions_of_documents(given)
+        if positions is None or torch.compiler.is_compiling():
+            return False
+        # Without a synchronization: positions that only a device has are not read.
+        positions = host_values(positions)
+        return positions.device.type == "cpu" and restart(positions)
 
 
 def _counts_positions(part: Any, decoder: Any) -> bool:

@@ -172,6 +172,17 @@ def positions_of_documents(given: Mapping[str, Any]) -> Tensor | None:
     return positions if isinstance(positions, Tensor) and positions.dim() == 2 and not known else None
 
 
+def restart(positions: Tensor) -> bool:
+    """Whether positions [B, S] start again within a row, as those of packed documents do; reads their values.
+
+    Padding on either side, whose positions are equal, is not a document, nor is one token.
+    """
+    step = positions.diff(dim=1)
+    rises = (step == 1).int()
+    before, after = rises.cumsum(1) - rises, rises.flip(1).cumsum(1).flip(1) - rises
+    return bool(((step < 0) & (before > 0) & (after > 0)).any())
+
+
 def has_position_axes(model: Any) -> bool:
     """Whether the rotary embedding of a decoder takes positions of several axes: time, height and width."""
     return "mrope_section" in (getattr(getattr(model, "config", None), "rope_parameters", None) or {})

@@ -38,7 +38,8 @@ def _head_dims_of_flash_4(request: KernelRequest) -> str | None:
 
 
 def _allowed(flag: str) -> Supports:
-    """Transformers' flag for whether the architecture supports this kind of kernel."""
+    """Transformers' flag for whether the architecture supports this kind of kernel; it does not say why, so checks of
+    what the kernel lacks come first."""
 
     def supports(request: KernelRequest) -> str | None:
         if getattr(request.module, flag, True):
@@ -139,7 +140,7 @@ def _flash(
         hardware=HardwareRequirement("gpu", capability, (9, 0) if version == 3 else None),
         requires=packages,
         dtypes=HALF_FLOATS,
-        supports=_all_of(_allowed("_supports_flash_attn"), *supports),
+        supports=_all_of(*supports, _allowed("_supports_flash_attn")),
         description=f"FlashAttention {version}",
         **options,
     )
@@ -160,7 +161,7 @@ add_kernel(
     "sdpa",
     "sdpa:sdpa",
     _OF_ALL_KEYS,
-    supports=_all_of(_allowed("_supports_sdpa"), _no_softcap, _no_sinks, _no_dropout_on_cpu),
+    supports=_all_of(_no_softcap, _no_sinks, _no_dropout_on_cpu, _allowed("_supports_sdpa")),
     priority={H200: 40, "cpu": 40},
     portable=True,
     description="torch SDPA (flash or memory-efficient), packed documents by cu_seqlens",
@@ -173,7 +174,7 @@ add_gpu_kernel(
     _OF_ALL_KEYS,
     capability=(9, 0),
     dtypes=HALF_FLOATS,
-    supports=_all_of(_allowed("_supports_sdpa"), _head_dim_up_to, _no_softcap, _no_sinks),
+    supports=_all_of(_head_dim_up_to, _no_softcap, _no_sinks, _allowed("_supports_sdpa")),
     priority={H200: 70},
     description="cuDNN fused attention through torch SDPA",
 )
@@ -189,7 +190,7 @@ add_gpu_kernel(
     ["bidirectional"],
     capability=(9, 0),
     dtypes=HALF_FLOATS,
-    supports=_all_of(_allowed("_supports_flash_attn"), _head_dims_of_flash_4, _no_dropout),
+    supports=_all_of(_head_dims_of_flash_4, _no_dropout, _allowed("_supports_flash_attn")),
     priority={H200: 85},
     description="FlashAttention 4, and triton for short sequences",
 )
@@ -236,6 +237,6 @@ add_kernel(
     "flex:flex_attention",
     _OF_ALL_KEYS,
     hardware=HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-    supports=_all_of(_allowed("_supports_flex_attn"), _head_dim_from_16, _no_sinks, _no_dropout),
+    supports=_all_of(_head_dim_from_16, _no_sinks, _no_dropout, _allowed("_supports_flex_attn")),
     description="torch FlexAttention with block masks",
 )

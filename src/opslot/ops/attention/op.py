@@ -29,6 +29,7 @@ from opslot.ops._common.documents import (
     has_cache,
     masks_drop_positions,
     positions_of_documents,
+    restart,
 )
 from opslot.ops._common.model_config import head_sizes
 from opslot.ops.attention.calls import CU_SEQLENS
@@ -163,7 +164,7 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
 def _restart(given: Mapping[str, Any]) -> bool:
     """Whether positions start again within a row without a mask; a compiled model cannot read them."""
     positions = positions_of_documents(given)
-    return positions is not None and not torch.compiler.is_compiling() and bool((positions[:, 1:] == 0).any())
+    return positions is not None and not torch.compiler.is_compiling() and restart(positions)
 
 
 def _not_separated(given: Mapping[str, Any]) -> int | None:
