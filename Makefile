@@ -48,9 +48,9 @@ test-architectures: $(VENV)/ready-dev
 	$(BIN)/python benchmarks/check_architectures.py
 	$(BIN)/python benchmarks/generate_docs.py
 
-# The same for older releases of Transformers, without writing anything; kernels with the Triton of torch 2.11, and the
-# tests with a newer torch.
-RELEASES ?= 5.9.0 5.17.0
+# The same for older releases of Transformers, without writing anything, also for model types with images, video or audio;
+# kernels with the Triton of torch 2.11, and the tests with a newer torch.
+RELEASES ?= 5.9.0 5.17.0 5.23.0
 TRITON_RELEASES ?= 3.6.0
 TORCH_RELEASES ?= 2.15.0
 
@@ -64,6 +64,8 @@ test-releases: $(VENV)/ready-dev
 		folder=$(VENV)/transformers-$$release; \
 		[ -d $$folder ] || $(BIN)/python -m pip install --quiet --target $$folder transformers==$$release || exit 1; \
 		PYTHONPATH=$$folder $(BIN)/python benchmarks/check_architectures.py --print-only || exit 1; \
+		PYTHONPATH=$$folder $(BIN)/python benchmarks/check_media.py --print-only || exit 1; \
+		PYTHONPATH=$$folder $(PYTEST) tests/models/test_omni.py || exit 1; \
 	done
 	for release in $(TORCH_RELEASES); do \
 		$(MAKE) test VENV=$(VENV)/torch-$$release TORCH=$$release || exit 1; \

@@ -1,13 +1,15 @@
 """Check what each model type with images, video or audio does, and write the outcome that docs/multimodal.md shows.
 
-    python benchmarks/check_media.py [MODEL_TYPE ...]
+    python benchmarks/check_media.py [--print-only] [MODEL_TYPE ...]
 
 Without names it checks every type that Transformers has for text from images or audio (minutes); with names it replaces
-the outcome of these. `python benchmarks/generate_docs.py` then writes the table.
+the outcome of these. `python benchmarks/generate_docs.py` then writes the table. With `--print-only` the exit status is
+1 where a check of a supported architecture failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from opslot.models._build import multimodal_auto_class  # noqa: E402
+from opslot.patchgen.lock import Lock, lock_path  # noqa: E402
 from opslot.verify import ArchitectureCheck, check_architecture  # noqa: E402
 from tests.trainer import test_processors  # noqa: E402
 
@@ -42,11 +45,16 @@ def trained(name: str) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="MODEL_TYPE")
+    parser.add_argument("--print-only", action="store_true", help="leave the outcome as it is")
+    args = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    names = sys.argv[1:]
-    types = json.loads(OUTCOMES.read_text())["types"] if names else {}
-    for name in names or model_types():
+    supported = Lock.load(lock_path()).archs
+    types = json.loads(OUTCOMES.read_text())["types"] if args.types else {}
+    failed = 0
+    for name in args.types or model_types():
         try:
             found = check_architecture(name, checks=CHECKS)
         except Exception as error:
@@ -59,11 +67,17 @@ def main() -> int:
             "missing": dict(found.missing),
             "processor": trained(name),
         }
-        print(name, "ok" if found.ok else "FAILED", *(f"{o.name}={o.result}" for o in found.outcomes), flush=True)
-        OUTCOMES.write_text(
-            json.dumps({"transformers": transformers.__version__, "types": types}, indent=1, sort_keys=True) + "\n"
-        )
-    return 0
+        wrong = [o.name for o in found.outcomes if o.result == "failed"]
+        failed += bool(wrong) and name in supported
+        shown = found.error or " ".join(f"{o.name}={o.result}" for o in found.outcomes)
+        kinds = ", ".join(found.samples)
+        print(name, "FAILED" if wrong else "not checked" if found.error else "ok", shown, kinds, flush=True)
+        if not args.print_only:
+            OUTCOMES.write_text(
+                json.dumps({"transformers": transformers.__version__, "types": types}, indent=1, sort_keys=True) + "\n"
+            )
+    print(f"transformers {transformers.__version__}: {failed} supported architectures failed")
+    return 1 if failed and args.print_only else 0
 
 
 if __name__ == "__main__":

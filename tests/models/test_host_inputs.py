@@ -1,8 +1,10 @@
 """Models read integer inputs on the host: on the meta device, every synchronization is an error."""
 
 import copy
+import functools
 import gc
 import pickle
+import re
 import weakref
 
 import pytest
@@ -19,6 +21,7 @@ from transformers import (
 
 import opslot
 from opslot._base.host_values import device_copy, host_values
+from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._hooks import remove_hooks
 from opslot.models._multimodal.host_inputs import (
     _HostInputs,
@@ -27,6 +30,10 @@ from opslot.models._multimodal.host_inputs import (
     map_inputs_of_compiled_layers,
 )
 from opslot.ops.attention.masks import mask_function, reads_layout
+from opslot.trainer.processors import multimodal_class
+from opslot.verify.media import media_samples, packed_samples
+from opslot.verify.random_model import trained_part
+from opslot.verify.tiny import tiny_config
 
 TEXT = {
     "vocab_size": 128,
@@ -92,9 +99,12 @@ def flash_attention():
     """Attention over cu_seqlens that computes nothing: towers split their inputs for any other."""
 
     def attend(module, query, key, value, attention_mask=None, **kwargs):
-        assert "cu_seq_lens_q" in kwargs or module.is_causal
-        key_and_value = (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
-        return (query + key_and_value).transpose(1, 2), None
+        # The encoder of Gemma 4 takes patches with padding and their mask.
+        assert "cu_seq_lens_q" in kwargs or module.is_causal or type(module).__name__.startswith("Gemma4")
+        # Heads of latent attention have values of another size.
+        size = value.shape[-1]
+        key_and_value = (key[..., :size] + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        return (query[..., :size] + key_and_value).transpose(1, 2), None
 
     AttentionInterface.register("test_flash", attend)
     AttentionMaskInterface.register("test_flash", lambda *args, **kwargs: None)
@@ -114,6 +124,52 @@ def test_forward_and_backward_without_synchronization(name):
     keep_inputs_on_host(model)
     model(**call).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+# With encoders of video and audio, experts, and attention of their own.
+FAMILIES = ("gemma4", "glm4v", "kimi_k25", "minimax_m3_vl", "qwen2_5_omni", "qwen3_omni_moe", "qwen3_vl_moe")
+
+
+def family(name):
+    """A tiny model of a family, and samples of each kind packed in a row, all integers but labels on the host."""
+    config = tiny_config(name)
+    model = opslot.build_foundation_model(config, architecture=multimodal_class(config), ops_implementation="eager")
+    part = trained_part(model)
+    samples = media_samples(part.eval())
+    assert {"qwen2_5_omni": {"image", "video", "audio"}, "glm4v": {"image"}}.get(name, {"image", "video"}) <= {
+        *samples.batches
+    }
+    rows, _ = packed_samples(RopePositions(part.config, type(part).__name__), samples)
+    return model.train(), rows[0]
+
+
+def moved(batch, device, dtype):
+    """Features and labels on a device."""
+    features = {name: x for name, x in batch.items() if torch.is_tensor(x) and x.is_floating_point()}
+    on_device = {name: x.to(device, dtype) for name, x in features.items()}
+    return {**batch, **on_device, "labels": batch["labels"].to(device)}
+
+
+@pytest.mark.quick("qwen2_5_omni", "minimax_m3_vl")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_without_synchronization(name):
+    """Experts, whose kernels are for GPUs, compute nothing here."""
+    model, batch = family(name)
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+            module.config._attn_implementation_internal = "test_flash"
+        if type(module).__name__.endswith("Experts"):
+            module.forward = functools.partial(scaled_by_weights, module)
+    model.to("meta")
+    keep_inputs_on_host(model)
+    model(**moved(batch, "meta", torch.float32), use_cache=False).loss.backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None]
+    # The router of experts that compute nothing, indices of keys, and embeddings that no forward pass reads.
+    assert all(re.search(r"\.(gate|router|indexer|audio_bos_eos_token)\.", name) for name in without)
+
+
+def scaled_by_weights(module, x, *_, **__):
+    return x * sum(p.sum() for p in module.parameters())
 
 
 def test_host_tensors_are_computed_in_one_thread():
@@ -456,6 +512,26 @@ def test_training_step_on_a_gpu_without_synchronization(name):
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss = model(**call).loss
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_on_a_gpu_without_synchronization(name):
+    model, batch = family(name)
+    model.to("cuda", torch.bfloat16)
+    opslot.apply(model, "auto")
+    keep_inputs_on_host(model)
+    call = moved(batch, "cuda", torch.bfloat16)
+    # Kernels are compiled and loaded.
+    model(**call, use_cache=False).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = model(**call, use_cache=False).loss
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
