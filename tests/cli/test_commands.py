@@ -87,7 +87,7 @@ def test_explain_of_a_training_file_with_a_preset(moe_config_folder, tmp_path, c
     file.write_text(f"model:\n  config_path: {moe_config_folder}\n  ops_implementation: eager\n")
     assert main(["explain", str(file), "--set", "rms_norm_implementation=auto", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["why"] for row in rows if row["op"] == "rotary_pos_emb"} == {"named by rotary_pos_emb_implementation"}
+    assert {row["why"] for row in rows if row["op"] == "rotary_pos_emb"} == {"preset eager"}
     assert all("named by" not in row["why"] for row in rows if row["op"] == "rms_norm")
 
 

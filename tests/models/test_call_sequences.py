@@ -24,6 +24,8 @@ from tests.models.sizes import SIZES
 
 CLASSES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "gemma2": "Gemma2ForCausalLM"}
 MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+# "eager" here is the code of that name of attention and experts, which the references run.
+OPS = {"auto": "auto", "eager": {"preset": "eager", "attn_implementation": "eager", "moe_implementation": "eager"}}
 BATCH = torch.randint(1, 61, (2, 13), generator=torch.Generator().manual_seed(3))
 
 
@@ -49,7 +51,7 @@ class Session:
 
     def step_apply(self):
         self.ops = self.rng.choice(["eager", "auto"])
-        opslot.apply(self.model, self.ops)
+        opslot.apply(self.model, OPS[self.ops])
 
     def step_restore(self):
         opslot.restore(self.model)
@@ -58,7 +60,7 @@ class Session:
     def step_bind(self):
         if self.ops is not None:
             self.ops = self.rng.choice(["eager", "auto"])
-            opslot.bind(self.model, self.ops)
+            opslot.bind(self.model, OPS[self.ops])
 
     def step_fail_to_bind(self):
         before = str(opslot.explain(self.model))
@@ -73,7 +75,7 @@ class Session:
         module = sys.modules["opslot.slots.binding"]
         real, module.facts_of = module.facts_of, lambda device: DeviceFacts("gpu", (9, 0), "a GPU")
         try:
-            opslot.bind(self.model, self.ops)
+            opslot.bind(self.model, OPS[self.ops])
         finally:
             module.facts_of = real
         self.model(input_ids=BATCH)
@@ -96,7 +98,7 @@ class Session:
     def step_load(self):
         if (self.folder / "config.json").is_file():
             self.ops = self.rng.choice(["eager", "auto"])
-            self.model = opslot.build_foundation_model(self.folder, self.folder, ops_implementation=self.ops)
+            self.model = opslot.build_foundation_model(self.folder, self.folder, ops_implementation=OPS[self.ops])
 
     def step_load_state_dict(self):
         self.model.load_state_dict({name: value.clone() for name, value in self.model.state_dict().items()})
@@ -123,7 +125,7 @@ class Session:
             self.rng.choice(["eager", "sdpa"] if self.model._supports_sdpa else ["eager"])
         )
         if self.ops is not None:
-            opslot.bind(self.model, self.ops)
+            opslot.bind(self.model, OPS[self.ops])
 
     def _records(self):
         return "moe" in self.arch
