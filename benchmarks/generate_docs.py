@@ -37,6 +37,7 @@ PARALLEL = ("parallel_h200x4.json", "parallel_h200x2.json", "parallel_h100x2.jso
 CPU = ("cpu_epyc.json", "cpu_demo_step_epyc.json", "loading_epyc.json")
 GEMM = "gemm_h200.json"
 BALANCE = "balance_xeon.json"
+LOADER = "media_loader_xeon.json"
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/architectures.md", "docs/fine_tuning.md", "docs/multimodal.md")
 # Written by check_architectures.py.
 ARCHITECTURES = ROOT / "benchmarks" / "architectures.json"
@@ -413,6 +414,13 @@ def values(*names: str) -> str:
     return _table(["", "measured", "goal"], lines)
 
 
+def media_loader() -> str:
+    """What a CPU loads, beside what an H200 trains on."""
+    steps = [row for row in load(BENCH).steps if row.image_size and row.valid and row.implementation == "opslot"]
+    trained = [[f"trained on: {_label(row.model)}", f"{1e3 * row.batch / _ms(row):.1f} samples/s", ""] for row in steps]
+    return "\n".join([values(LOADER), *_table(["", "", ""], trained).splitlines()[2:]])
+
+
 def balance() -> str:
     """How long ranks wait for each other, by mix of data, model and ranks."""
     waits: dict[tuple[str, str, str], list[str]] = {}
@@ -578,6 +586,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gemm": lambda: values(GEMM),
     "cpu": lambda: values(*CPU),
     "balance": balance,
+    "media_loader": media_loader,
     "runs": runs,
 }
 _BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)

@@ -7,8 +7,7 @@ torchvision).
 
 Times are of samples after the first micro batch, which waits for the tokenization and for the start of the workers.
 CPU time is that of this process, which keeps freed memory as the workers do, and, without workers, of all the work:
-samples/s of one core that has nothing else to do; `decoding`, `processor` and `positions` are its parts. An H200 trains
-Qwen3-VL-8B (8 decoder layers) on 12 samples with images a second.
+samples/s of one core that has nothing else to do; `decoding`, `processor` and `positions` are its parts.
 """
 
 from __future__ import annotations
