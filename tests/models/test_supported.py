@@ -74,9 +74,10 @@ WITHOUT_EXPERTS = {
     "apertus", "apertus1p5", "arcee", "bamba", "cohere", "cohere2", "cwm", "dory", "ernie4_5", "exaone4",
     "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "glm", "glm4", "glm4v", "granite", "granite_swa",
     "helium", "hunyuan_v1_dense", "idefics3", "internvl", "lfm2", "lfm3", "llama", "llava", "llava_next",
-    "llava_next_video", "llava_onevision", "mamba2", "ministral", "ministral3", "mistral", "mistral3", "mllama", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid",
-    "omniasr", "phi", "phi3", "phi4_multimodal", "pixtral", "qwen2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl",
-    "qwen3", "qwen3_5", "qwen3_vl", "seed_oss", "smollm3", "stablelm", "starcoder2", "youtu", "zamba2",
+    "llava_next_video", "llava_onevision", "mamba2", "ministral", "ministral3", "mistral", "mistral3", "mllama",
+    "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "omniasr", "phi", "phi3", "phi4_multimodal",
+    "pixtral", "qwen2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_vl", "seed_oss",
+    "smollm3", "stablelm", "starcoder2", "youtu", "zamba2",
 }  # fmt: skip
 TRANSFORMERS_RAISES = (
     "Transformers raises AttributeError: 'MoeCausalLMOutputWithPast' object has no attribute 'image_outputs'"
