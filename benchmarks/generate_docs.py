@@ -405,20 +405,21 @@ def runs() -> str:
     return _table(["file", "device", "date", "commit", "command", "versions"], lines)
 
 
-def values(*names: str) -> str:
+def values(*names: str, more: Sequence[Sequence[str]] = ()) -> str:
+    """The values of results, then `more` lines of the same table."""
     lines = [
         [v.name, f"{significant(v.value)} {v.unit}", v.goal and f"{v.goal} {v.unit}"]
         for name in names
         for v in load(name).values
     ]
-    return _table(["", "measured", "goal"], lines)
+    return _table(["", "measured", "goal"], [*lines, *more])
 
 
 def media_loader() -> str:
     """What a CPU loads, beside what an H200 trains on."""
     steps = [row for row in load(BENCH).steps if row.image_size and row.valid and row.implementation == "opslot"]
     trained = [[f"trained on: {_label(row.model)}", f"{1e3 * row.batch / _ms(row):.1f} samples/s", ""] for row in steps]
-    return "\n".join([values(LOADER), *_table(["", "", ""], trained).splitlines()[2:]])
+    return values(LOADER, more=trained)
 
 
 def balance() -> str:

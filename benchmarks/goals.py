@@ -19,24 +19,24 @@ class Goal(NamedTuple):
     """A goal of a model of `benchmarks/models`: tokens/s, or a multiple of the fastest other library's.
 
     Attributes:
-        model: of the rows, without "_fp8" and the like the file's name.
-        implementation: of opslot's row; "opslot" for the fastest in bf16.
+        model: of the rows; the name of a file, to which another run appends.
+        fp8: of opslot in FP8, not of the fastest in bf16.
     """
 
     model: str
     times: float = 0.0
     tokens_per_s: float = 0.0
-    implementation: str = "opslot"
+    fp8: bool = False
 
 
 GOALS = (
     Goal("qwen3_8b_width", 1.1),
-    Goal("qwen3_8b_width_fp8", tokens_per_s=52_000, implementation="opslot + FP8"),
+    Goal("qwen3_8b_width_fp8", tokens_per_s=52_000, fp8=True),
     Goal("qwen3_0.6b_graphs", tokens_per_s=120_000),
     Goal("qwen3_0.6b_1x2048_graphs", tokens_per_s=80_000),
     Goal("gemma3_12b_width", 1.5),
     Goal("qwen3_30b_a3b_width", 1.4),
-    Goal("qwen3_30b_a3b_width_fp8", tokens_per_s=90_000, implementation="opslot + FP8"),
+    Goal("qwen3_30b_a3b_width_fp8", tokens_per_s=90_000, fp8=True),
     Goal("gpt_oss_20b_width", 1.3),
     Goal("moonlight_width", 1.3),
     Goal("glm_4.5_air_width", 1.3),
@@ -56,16 +56,16 @@ def lines(result: Result, tflops: float, models: Path) -> Iterator[tuple[str, li
     """
     for goal in GOALS:
         rows = [row for row in result.steps if row.model == goal.model and row.valid and row.tokens_per_s]
-        in_bf16 = [row for row in rows if row.own and "FP8" not in row.implementation]
-        in_fp8 = [row for row in rows if row.implementation == goal.implementation]
-        fastest = max(in_fp8 if "FP8" in goal.implementation else in_bf16, key=_rate)
+        fastest = max((row for row in rows if row.own and ("FP8" in row.implementation) == goal.fp8), key=_rate)
         other = max((row for row in rows if not row.own), key=_rate, default=None)
         tokens = goal.tokens_per_s or goal.times * _rate(other)
-        found = f"{_rate(fastest):,.0f} tokens/s" if goal.tokens_per_s else f"{_rate(fastest) / _rate(other):.2f} x"
-        wanted = f"{goal.tokens_per_s:,.0f} tokens/s" if goal.tokens_per_s else f"{goal.times:g} x {_library(other)}"
+        if goal.tokens_per_s:
+            wanted, found = f"{tokens:,.0f} tokens/s", f"{_rate(fastest):,.0f} tokens/s"
+        else:
+            wanted, found = f"{goal.times:g} x {_library(other)}", f"{_rate(fastest) / _rate(other):.2f} x"
         ms = fastest.ms or 0.0
         reached = _rate(fastest) / tokens
-        matmuls = "-" if "FP8" in goal.implementation else f"{_matmul_ms(fastest, tflops, models):.0f}"
+        matmuls = "-" if goal.fp8 else f"{_matmul_ms(fastest, tflops, models):.0f}"
         yield goal.model, [wanted, found, f"{reached - 1:+.1%}", f"{ms:.0f}", f"{ms * reached:.0f}", matmuls]
 
 
@@ -79,8 +79,8 @@ def _library(row: StepRow | None) -> str:
 
 def _matmul_ms(row: StepRow, tflops: float, models: Path) -> float:
     """Milliseconds that the matmuls of a step take at `tflops`: linear layers, experts and head, not attention."""
-    name = next(path.stem for path in sorted(models.glob("*.json"), reverse=True) if row.model.startswith(path.stem))
-    return _matmul_flops(models / f"{name}.json", row.batch, row.length, row.image_size) / tflops / 1e9
+    config = next(path for path in sorted(models.glob("*.json"), reverse=True) if row.model.startswith(path.stem))
+    return _matmul_flops(config, row.batch, row.length, row.image_size) / tflops / 1e9
 
 
 @functools.cache

@@ -382,6 +382,18 @@ def test_packed_text_without_synchronization(name, given):
     assert all(p.grad is not None for p in model.parameters())
 
 
+def assert_no_synchronization(model, call, **options):
+    """A training step on a GPU does not wait for it, once kernels are compiled and loaded."""
+    model(**call, **options).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = model(**call, **options).loss
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "phi3"])
@@ -392,14 +404,7 @@ def test_packed_text_on_a_gpu_without_synchronization(name):
     call = packed_text()
     call["labels"] = call["labels"].to("cuda")
     call["num_items_in_batch"] = torch.full((), 15, device="cuda")
-    model(**call, use_cache=False).loss.backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = model(**call, use_cache=False).loss
-        loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert loss.isfinite()
+    assert_no_synchronization(model, call, use_cache=False)
 
 
 def test_compiled_layers_get_inputs_on_the_device():
@@ -507,15 +512,7 @@ def test_training_step_on_a_gpu_without_synchronization(name):
     model.to("cuda", torch.bfloat16)
     opslot.apply(model, "auto")
     call = {k: v.to("cuda", torch.bfloat16) if v.is_floating_point() else v for k, v in batch.items()}
-    # Kernels are compiled and loaded.
-    model(**call).loss.backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = model(**call).loss
-        loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert loss.isfinite()
+    assert_no_synchronization(model, call)
 
 
 @pytest.mark.gpu
@@ -527,12 +524,4 @@ def test_family_on_a_gpu_without_synchronization(name):
     opslot.apply(model, "auto")
     keep_inputs_on_host(model)
     call = moved(batch, "cuda", torch.bfloat16)
-    # Kernels are compiled and loaded.
-    model(**call, use_cache=False).loss.backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = model(**call, use_cache=False).loss
-        loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert loss.isfinite()
+    assert_no_synchronization(model, call, use_cache=False)

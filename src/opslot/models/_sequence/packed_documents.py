@@ -91,7 +91,7 @@ class _Reject:
 
     @staticmethod
     def _restart(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-        given = {**dict(zip(_parameters(model), args, strict=False)), **kwargs}
+        given = _given(model, args, kwargs)
         positions = positions_of_documents(given)
         if positions is None or torch.compiler.is_compiling():
             return False
@@ -111,6 +111,11 @@ def _counts_positions(part: Any, decoder: Any) -> bool:
     return "position_ids" in _parameters(part) and "bidirectional" not in variants and judged and counts
 
 
+def _given(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `model` by name."""
+    return {**dict(zip(_parameters(model), args, strict=False)), **kwargs}
+
+
 def _parameters(model: nn.Module) -> list[str]:
     return list(inspect.signature(type(model).forward).parameters)[1:]
 
@@ -120,7 +125,7 @@ def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None:
         return None
-    given = {**dict(zip(_parameters(model), args, strict=False)), **kwargs}
+    given = _given(model, args, kwargs)
     if has_cache(given) or any(given.get(name) is not None for name in ("position_ids", "attention_mask")):
         return None
     states = next((x for name in ("input_ids", "inputs_embeds") if (x := given.get(name)) is not None), None)
@@ -132,8 +137,7 @@ def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 def _add_text_axis(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: position_ids [B, S] as [4, B, S], those of the text before those of each axis."""
     names = _parameters(model)[: len(args)]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    positions = given.get("position_ids")
+    positions = _given(model, args, kwargs).get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
     expanded = positions.expand(4, -1, -1)
