@@ -62,11 +62,18 @@ _STEP_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 _LORA_COLUMNS = ("opslot", "PEFT", "PEFT + Liger-Kernel", "Unsloth")
 # What `--baselines` calls the library, or the distribution that must have been installed.
-_MEASURED_WITH = {"VeOmni": "veomni", "Liger-Kernel": "liger", "quack": "quack", "fla": "fla-core"}
+_MEASURED_WITH = {
+    "VeOmni": "veomni",
+    "Liger-Kernel": "liger",
+    "quack": "quack",
+    "fla": "fla-core",
+    "FlashQLA": "flash-qla",
+}
 _OP_COLUMNS = (
     "opslot",
     "FlashAttention",
     "fla",
+    "FlashQLA",
     "quack",
     "Liger-Kernel",
     "VeOmni",

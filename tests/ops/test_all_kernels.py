@@ -142,7 +142,11 @@ def test_references_are_float64_exact():
 # On a GPU: `pytest -m gpu tests/ops`. Warnings of compilers and libraries are not errors there.
 
 # Libraries that autotune for minutes before the first call; `opslot verify` checks them.
-TUNED_FOR_MINUTES = {("chunk_gated_delta_rule", variant, "fla") for variant in ("standard", "per_channel")}
+TUNED_FOR_MINUTES = {
+    ("chunk_gated_delta_rule", "standard", "fla"),
+    ("chunk_gated_delta_rule", "per_channel", "fla"),
+    ("chunk_gated_delta_rule", "standard", "flash_qla"),
+}
 
 
 def gpu_specs(own=False):

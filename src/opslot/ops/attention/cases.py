@@ -168,6 +168,15 @@ CASES = {
         _case("16384 in 16 documents, 32/8 heads, D=128", (1, 32, 8, 16384, 128), _DOCUMENTS, role="bench"),
         _case("2 x 8192, 32/8 heads, D=64", (2, 32, 8, 8192, 64), role="bench"),
         _case("8192, 16/2 heads, D=512", (1, 16, 2, 8192, 512), role="bench"),
+        # Layers of gpt-oss, Gemma 3, Gemma 2, Qwen3.5 and DeepSeek-V3.
+        _case("4096, 64/8 heads, D=64, sinks", (1, 64, 8, 4096, 64), role="bench", sinks=True),
+        _case(
+            "4096, 64/8 heads, D=64, sinks, window", (1, 64, 8, 4096, 64), None, "bench", sinks=True, sliding_window=128
+        ),
+        _case("8192, 16/8 heads, D=256, window", (1, 16, 8, 8192, 256), role="bench", sliding_window=1024),
+        _case("8192, 16/8 heads, D=256, softcap", (1, 16, 8, 8192, 256), role="bench", softcap=50.0),
+        _case("8192, 16/4 heads, D=256", (1, 16, 4, 8192, 256), role="bench"),
+        _case("8192, 16 heads, D=192/128", (1, 16, 16, 8192, 192), role="bench", value_width=128),
     ],
     "compressed": [
         _compressed_case("a window and selected keys", (2, 4, 21, 32), rate=4, top=3, sliding_window=9),
@@ -206,6 +215,8 @@ CASES = {
         _case("bidirectional", (2, 4, 4, 21, 64), causal=False),
         _case("bidirectional packed documents", (1, 4, 4, 40, 64), documents=[16, 4, 20], causal=False),
         _case("cross", (2, 4, 4, 9, 64), causal=False, keys=21),
+        # Four images of 1024 x 1024 in Qwen3-VL's tower.
+        _case("16384 in 4 images, 16 heads, D=72", (1, 16, 16, 16384, 72), [4096] * 4, "bench", causal=False),
     ],
 }
 

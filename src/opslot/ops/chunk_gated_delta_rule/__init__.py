@@ -12,13 +12,14 @@ from opslot.ops._common.specs import (
     add_kernel,
     add_triton_kernel,
 )
-from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY, WIDEST_KEY_IN_99_KIB
+from opslot.ops.chunk_gated_delta_rule.op import FLASH_QLA_WIDTH, OP, WIDEST_KEY, WIDEST_KEY_IN_99_KIB
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
 # Kimi delta attention with fewer key heads than value heads.
 _FLA_KIMI = Requirement("fla", "fla-core", ">=0.6")
 _BROKEN_ON_HOPPER = Requirement("triton", version=">=3.4,<3.7.1")
 _TILELANG = Requirement("tilelang")
+_FLASH_QLA = Requirement("flash_qla", "flash-qla", ">=0.1.3")
 
 
 def _width_of_keys(request: KernelRequest) -> int | None:
@@ -58,6 +59,15 @@ def _right_on_hopper(request: KernelRequest) -> str | None:
     )
 
 
+def _supports_flash_qla(request: KernelRequest) -> str | None:
+    if request.device.capability is not None and request.device.capability not in _FLASH_QLA_GPUS:
+        return "has kernels for Hopper (compute capability 9.0) and Blackwell (10.0, 10.3, 12.0, 12.1)"
+    for part, width in (("keys", _width_of_keys(request)), ("values", getattr(request.module, "head_v_dim", None))):
+        if isinstance(width, int) and width != FLASH_QLA_WIDTH:
+            return f"takes {part} {FLASH_QLA_WIDTH} wide, this module's are {width}"
+    return None
+
+
 def _priority(request: KernelRequest) -> int | None:
     """Forward + backward at Qwen3-Next's sizes (`opslot bench`), beside torch's chunks.
 
@@ -70,6 +80,7 @@ def _priority(request: KernelRequest) -> int | None:
     return 80 if request.dtype in measured else None
 
 
+_FLASH_QLA_GPUS = frozenset({(9, 0), (10, 0), (10, 3), (12, 0), (12, 1)})
 _BF16 = frozenset({torch.bfloat16})
 
 KERNEL_REGISTRY.register_op(OP)
@@ -99,6 +110,17 @@ add_gpu_kernel(
     dtypes=_BF16,
     supports=_keys_fit,
     description="flash-linear-attention's Kimi delta attention, packed documents by cu_seqlens",
+)
+add_gpu_kernel(
+    OP,
+    "flash_qla",
+    "flash_qla:chunk_gated_delta_rule",
+    (_FLASH_QLA,),
+    ["standard"],
+    capability=(9, 0),
+    dtypes=HALF_FLOATS,
+    supports=_supports_flash_qla,
+    description="FlashQLA's TileLang kernels for keys and values of 128, packed documents by cu_seqlens",
 )
 add_kernel(
     OP,

@@ -30,6 +30,8 @@ _CHUNK = 64
 WIDEST_KEY = 256
 # That of the Triton kernels in float32 on GPUs with 99 KiB of shared memory: with keys of 256 they need 132 KiB.
 WIDEST_KEY_IN_99_KIB = 128
+# The only width of keys and values that FlashQLA's kernels are written for.
+FLASH_QLA_WIDTH = 128
 
 
 class DeltaRule(NamedTuple):

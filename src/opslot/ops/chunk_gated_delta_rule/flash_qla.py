@@ -1,0 +1,43 @@
+"""FlashQLA's chunked gated delta rule: TileLang kernels for keys and values of 128."""
+
+from __future__ import annotations
+
+import torch
+from flash_qla import chunk_gated_delta_rule as flash_qla_chunk
+from torch import Tensor
+
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.contract import takes
+from opslot.ops.chunk_gated_delta_rule.op import FLASH_QLA_WIDTH, DeltaRule
+
+_LABEL = "chunk_gated_delta_rule_implementation='flash_qla'"
+
+
+@takes(DeltaRule)
+def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
+    """`op.reference` for bfloat16 and float16, and keys and values of 128.
+
+    The first call of a process compiles for about a minute; TileLang keeps the kernels on disk.
+    """
+    query, key, value, *_, initial_state, want_state, normalize, cu_seqlens = given
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dtype not in (torch.bfloat16, torch.float16):
+            reject(_LABEL, name, f"its dtype is {tensor.dtype}, not bfloat16 or float16", "use torch_chunked")
+        if tensor.shape[3] != FLASH_QLA_WIDTH:
+            found = f"its heads are {tensor.shape[3]} wide, not {FLASH_QLA_WIDTH}"
+            reject(_LABEL, name, found, "use triton or torch_chunked")
+    given.check(_LABEL)
+    query, key, value_row, g, beta = given.in_one_row
+    out, final = flash_qla_chunk(
+        query,
+        key,
+        value_row,
+        # Its backward asserts float32.
+        g.float(),
+        beta,
+        initial_state=None if initial_state is None else initial_state.float(),
+        output_final_state=want_state,
+        use_qk_l2norm_in_kernel=normalize,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int64),
+    )
+    return out.view(value.shape), final
