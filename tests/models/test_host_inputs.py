@@ -239,8 +239,12 @@ def test_masks_select_the_same_elements(monkeypatch):
     assert torch.equal(torch.autograd.grad(sum(x.sum() for x in found), features)[0], expected_grad)
 
 
-def test_masks_expanded_as_features_stay_on_host():
+def test_masks_expanded_as_features_stay_on_host(monkeypatch):
     """HunYuan-VL expands its mask to the shape of embeddings on the device, and selects by it there."""
+    import opslot.models._multimodal.host_inputs as host_inputs
+
+    copied, copy = [], host_inputs.device_copy
+    monkeypatch.setattr(host_inputs, "device_copy", lambda x, device: (copied.append(x.numel()), copy(x, device))[1])
 
     class Expands(WithImages):
         def __init__(self):
@@ -249,9 +253,15 @@ def test_masks_expanded_as_features_stay_on_host():
 
         def forward(self, ids):
             x = self.embedding(ids)
-            return x[(ids == 3).unsqueeze(-1).expand_as(x).to(x.device)].numel()
+            mask = (ids == 3).unsqueeze(-1).expand_as(x).to(x.device)
+            copied.clear()
+            selected = x[mask]
+            assert copied == [3, 3]
+            x = x.detach()
+            x[mask] = torch.ones(6).expand(3, 6).flatten().to("meta")
+            return selected.shape
 
-    assert keep_inputs_on_host(Expands())(torch.tensor([[1, 3, 3], [3, 0, 2]])) == 3 * 6
+    assert keep_inputs_on_host(Expands())(torch.tensor([[1, 3, 3], [3, 0, 2]])) == (3 * 6,)
 
 
 @pytest.mark.parametrize("expanded", [True, False])

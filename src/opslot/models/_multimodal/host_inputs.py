@@ -172,21 +172,16 @@ class _HostInputs(TorchFunctionMode):
             return function(*args, **{**kwargs, "device": "cpu"})
         if function is Tensor.masked_scatter and _on_host(args[1]) and not _on_host(args[0]):
             return _masked_scatter(*args)
+        if function is Tensor.__getitem__ and not _on_host(args[0]):
+            rows = _rows_of_index(args[0], args[1])
+            if rows is not None:
+                return function(args[0], _mapped(_nonzero(rows), args[0].device)).flatten()
         if function in (Tensor.__getitem__, Tensor.__setitem__) and not _on_host(args[0]):
-            args = (args[0], _integer_index(args[0], args[1]), *args[2:])
-            if isinstance(args[1], _Rows):
-                return function(args[0], args[1].rows).flatten()
+            args = (args[0], _integer_index(args[1]), *args[2:])
         device = next((t.device for t in _tensors((args, kwargs)) if t.device.type != "cpu"), None)
         if device is not None:
             args, kwargs = _mapped(args, device), _mapped(kwargs, device)
         return function(*args, **kwargs)
-
-
-class _Rows:
-    """The index of a mask that is the same for all channels."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
 
 
 def _on_host(value: Any) -> bool:
@@ -206,11 +201,16 @@ def _nonzero(mask: Tensor) -> tuple[Tensor, ...]:
     return mask.nonzero(as_tuple=True)
 
 
-def _integer_index(tensor: Tensor, index: Any) -> Any:
+def _rows_of_index(tensor: Tensor, index: Any) -> Tensor | None:
+    """`_rows_of` a mask of the host that selects single elements of `tensor`; None for another index."""
+    selects_elements = _on_host(index) and index.dtype == torch.bool and index.ndim == tensor.ndim
+    return _rows_of(index) if selects_elements else None
+
+
+def _integer_index(index: Any) -> Any:
     """`index` with the boolean masks of the host as integers, which need no synchronization."""
     if _on_host(index) and index.dtype == torch.bool:
-        rows = _rows_of(index) if index.ndim == tensor.ndim else None
-        return _nonzero(index) if rows is None else _Rows(_nonzero(rows))
+        return _nonzero(index)
     if isinstance(index, tuple) and index and _on_host(index[0]) and index[0].dtype == torch.bool:
         return (*_nonzero(index[0]), *index[1:])
     return index
