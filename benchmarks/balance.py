@@ -87,9 +87,7 @@ def measure(documents: Corpus, width: int, ranks: int, micro_batches: int, looka
     waits, rounds = [], []
     start = time.perf_counter()
     for _, step in zip(range(STEPS), loader.step_documents(), strict=False):
-        by_rank = balance_micro_batches(
-            step.lengths, ranks, MAX_TOKENS, other_costs=step.costs - step.lengths, planned=step.bins
-        )
+        by_rank = balance_micro_batches(step.lengths, step.costs, ranks, MAX_TOKENS, planned=step.bins)
         each = np.array([[step.costs[members].sum() for members in own] for own in by_rank])
         waits.append(each.max(0).sum() / (each.sum() / ranks) - 1)
         rounds.append(len(by_rank[0]) / -(-int(step.lengths.sum()) // (ranks * MAX_TOKENS)))

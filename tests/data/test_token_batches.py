@@ -248,7 +248,7 @@ def test_ranks_are_balanced_on_skewed_lengths():
         rng = np.random.default_rng(seed)
         lengths = np.clip(rng.lognormal(6.4, 1.2, size=4000), 8, 8192).astype(np.int64)
         lengths = lengths[: np.searchsorted(lengths.cumsum(), 8 * 2 * 15500)]
-        assigned = balance_micro_batches(lengths, 8, 16384, attention_cost)
+        assigned = balance_micro_batches(lengths, lengths + attention_cost * lengths**2, 8, 16384)
         assert sorted(index for one in assigned for indices in one for index in indices) == list(range(len(lengths)))
         assert max(lengths[indices].sum() for one in assigned for indices in one) <= 16384
         assert {len(one) for one in assigned} == {2}
@@ -265,12 +265,14 @@ def test_ranks_are_balanced_on_skewed_lengths():
 
 
 def test_balancing_adds_micro_batches_if_documents_do_not_fit():
-    lengths = [6, 6, 6, 2, 2, 2]
-    assert balance_micro_batches(lengths, 2, 8) == balance_micro_batches(np.array(lengths), 2, 8)
+    def balanced(*lengths):
+        sizes = np.array(lengths, dtype=np.int64)
+        return balance_micro_batches(sizes, sizes.astype(float), 2, 8)
+
     # 24 tokens would fill three batches of 8, but two ranks need an even number; documents of 5 fill none.
-    assert [len(one) for one in balance_micro_batches(lengths, 2, 8)] == [2, 2]
-    assert [len(one) for one in balance_micro_batches([5, 5, 5, 5, 5], 2, 8)] == [3, 3]
-    assert balance_micro_batches([], 2, 8) == [[[]], [[]]]
+    assert [len(one) for one in balanced(6, 6, 6, 2, 2, 2)] == [2, 2]
+    assert [len(one) for one in balanced(5, 5, 5, 5, 5)] == [3, 3]
+    assert balanced() == [[[]], [[]]]
 
 
 def test_long_documents_are_split_into_samples():
@@ -294,9 +296,8 @@ def test_ranks_have_equal_costs_with_long_videos_images_and_text(batches, most):
             lengths.append(int(rng.integers(50, 800)) + [0, 1024 * images, 144 * frames][kind])
             # Of an encoder as wide as the decoder.
             encoders.append([0.0, 4096.0 * images, 576.0 * frames][kind])
-        by_rank = balance_micro_batches(lengths, 2, 16384, 1 / 24576, encoders)
-        costs = [
-            sum(lengths[i] + lengths[i] ** 2 / 24576 + encoders[i] for members in batches for i in members)
-            for batches in by_rank
-        ]
-        assert max(costs) < most * min(costs)
+        sizes = np.array(lengths)
+        costs = sizes + sizes**2 / 24576 + np.array(encoders)
+        by_rank = balance_micro_batches(sizes, costs, 2, 16384)
+        of_ranks = [sum(costs[members].sum() for members in batches) for batches in by_rank]
+        assert max(of_ranks) < most * min(of_ranks)

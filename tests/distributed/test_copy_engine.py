@@ -46,7 +46,7 @@ def mapped_memory(buffer_bytes=1000):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copy_engine, "_BUFFER_BYTES", buffer_bytes)
-        patch.setattr(copy_engine, "open_memory", MappedMemory)
+        patch.setattr(copy_engine, "SharedMemory", MappedMemory)
         patch.setattr(copy_engine, "obstacle_to_copies", lambda group, device: None)
         patch.setattr(copy_engine.CopyReduceScatter, "__call__", recording)
         yield sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from opslot.patchgen import PatchConfig
-from opslot.patchgen.document import Document
+from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.engine import generate
 from opslot.patchgen.unparsed import Unparsed
 
@@ -50,23 +50,23 @@ def source() -> str:
 
 
 def test_parsed_later_equals_parsed_at_once(make_release, patch: PatchConfig):
-    document = Document(patch, make_release(source()))
-    text = document.upstream.text
-    assert [node.name for node in document.module.body if isinstance(node, Unparsed)] == ["norm", "Model", "Model"]
-    assert document.module.code == text
-    document.parse()
-    assert document.module.deep_equals(cst.parse_module(text))
-    assert document.module.code == text
+    edited = EditedModule(patch, make_release(source()))
+    text = edited.upstream.text
+    assert [node.name for node in edited.module.body if isinstance(node, Unparsed)] == ["norm", "Model", "Model"]
+    assert edited.module.code == text
+    edited.parse()
+    assert edited.module.deep_equals(cst.parse_module(text))
+    assert edited.module.code == text
 
 
 def test_only_edited_definitions_are_parsed(make_release, patch: PatchConfig):
     patch.set_attribute("Model", "flag", True)
-    document = Document(patch, make_release(source()))
-    document.set_attribute(patch.edits[0])
-    document.write_slot_declarations()
+    edited = EditedModule(patch, make_release(source()))
+    edited.set_attribute(patch.edits[0])
+    edited.write_slot_declarations()
     kinds = {
         node.name if isinstance(node, Unparsed) else node.name.value: type(node)
-        for node in document.module.body
+        for node in edited.module.body
         if isinstance(node, Unparsed | cst.FunctionDef | cst.ClassDef)
     }
     assert kinds == {"norm": Unparsed, "Model": cst.ClassDef}

@@ -28,7 +28,8 @@ _STACKED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<tensor>gate_up_proj|d
 _SPLIT = re.compile(
     r"(?P<experts>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.weight"
 )
-_STACKED_NAME = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+# The stacked tensor that holds a projection of all experts.
+STACKED_NAME = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 
 
 def check_layout(layout: str | None) -> None:
@@ -40,11 +41,6 @@ def check_layout(layout: str | None) -> None:
 def is_expert_tensor(name: str) -> bool:
     """Whether `name` is a stacked expert tensor."""
     return _STACKED.fullmatch(name) is not None
-
-
-def stacked_name(projection: str) -> str:
-    """The stacked tensor that holds `projection` ("gate_proj", "up_proj" or "down_proj") of all experts."""
-    return _STACKED_NAME[projection]
 
 
 def family_of(name: str) -> str:
@@ -151,7 +147,7 @@ class ExpertTensorConverter:
         if match is None:
             return name if name in self.targets else None
         holders = (
-            f"{match['experts']}.{tensor}" for tensor in (_STACKED_NAME[match["projection"]], match["projection"])
+            f"{match['experts']}.{tensor}" for tensor in (STACKED_NAME[match["projection"]], match["projection"])
         )
         return next((holder for holder in holders if holder in self.targets), None)
 
@@ -241,7 +237,7 @@ class ExpertTensorConverter:
         for name in self.lacking(names):
             if split := _SPLIT.fullmatch(name):
                 lacks[split["experts"], int(split["expert"])].append(split["projection"])
-        order = list(_STACKED_NAME).index
+        order = list(STACKED_NAME).index
         return [
             f"{experts}: expert {expert} lacks {', '.join(sorted(projections, key=order))}"
             for (experts, expert), projections in sorted(lacks.items())

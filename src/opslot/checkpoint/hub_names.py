@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint.converter import Converter, Shapes
-from opslot.checkpoint.experts import ExpertTensorConverter, family_of, is_expert_tensor, stacked_name
+from opslot.checkpoint.experts import STACKED_NAME, ExpertTensorConverter, family_of, is_expert_tensor
 from opslot.checkpoint.model_tensors import tensors_of
 from opslot.checkpoint.tensor_slice import TensorSlice
 from opslot.slots.binding import original_class
@@ -174,7 +174,7 @@ def _is_known(transform: Any) -> bool:
     parent, _, tensor = target.rpartition(".")
     for pattern in transform.source_patterns:
         projection = _projection(transform, pattern, target)
-        if projection is None or stacked_name(projection) != tensor:
+        if projection is None or STACKED_NAME[projection] != tensor:
             return False
         if pattern.replace("\\", "") != f"{parent}.*.{projection}.weight":
             return False

@@ -13,21 +13,8 @@ _EXCHANGES, _CHEAPEST = 64, 2
 _EVEN = 1.002
 
 
-def document_costs(
-    lengths: np.ndarray, attention_cost: float = 0.0, other_costs: Sequence[float] | np.ndarray | None = None
-) -> np.ndarray:
-    """Estimated FLOPs of documents, in tokens: n + attention_cost * n**2 + other costs for n tokens; float64."""
-    sizes = np.asarray(lengths, dtype=np.float64)
-    return sizes + attention_cost * sizes**2 + (0.0 if other_costs is None else np.asarray(other_costs))
-
-
 def balance_micro_batches(
-    lengths: Sequence[int] | np.ndarray,
-    ranks: int,
-    max_tokens: int,
-    attention_cost: float = 0.0,
-    other_costs: Sequence[float] | np.ndarray | None = None,
-    planned: Sequence[Sequence[int]] = (),
+    lengths: np.ndarray, costs: np.ndarray, ranks: int, max_tokens: int, planned: Sequence[Sequence[int]] = ()
 ) -> list[list[list[int]]]:
     """Assign documents to ranks and micro batches; a function of the arguments alone.
 
@@ -37,30 +24,27 @@ def balance_micro_batches(
     which wait for each other. There are as few micro batches as possible; some are empty if there are fewer documents.
 
     Args:
-        lengths: tokens of each document, none above `max_tokens`.
+        lengths: tokens of each document, int64, none above `max_tokens`.
+        costs: estimated FLOPs of each, in tokens.
         ranks: number of ranks.
         max_tokens: maximum tokens in a micro batch.
-        attention_cost: a document of n tokens costs n + attention_cost * n**2.
-        other_costs: added to the cost of each document, in tokens.
         planned: sets of documents of similar cost, as `plan_steps` returns them.
 
     Returns:
         [rank][micro batch] -> indices into `lengths`, ascending; the same number of micro batches for each rank.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    longest = sizes.max(initial=0)
+    longest = lengths.max(initial=0)
     assert longest <= max_tokens, f"a document of {longest} tokens, micro batches of {max_tokens}"
-    costs = document_costs(sizes, attention_cost, other_costs)
-    rounds = max(1, -(-int(sizes.sum()) // (ranks * max_tokens)))
-    single = [[index] for index in range(len(sizes))]
+    rounds = max(1, -(-int(lengths.sum()) // (ranks * max_tokens)))
+    single = [[index] for index in range(len(lengths))]
     # Long documents of low cost may need to be first to fit.
     tries = [*([(planned, False)] if planned else []), (single, False), (single, True)]
     found: list[tuple[float, float, list[list[int]]]] = []
     while not found:
         for items, longest_first in tries:
-            bins = fill(items, sizes, costs, ranks * rounds, max_tokens, longest_first)
+            bins = fill(items, lengths, costs, ranks * rounds, max_tokens, longest_first)
             if bins is not None:
-                bins = _exchange(bins, sizes.tolist(), costs.tolist(), max_tokens)
+                bins = _exchange(bins, lengths.tolist(), costs.tolist(), max_tokens)
                 loads = np.array([costs[members].sum() for members in bins])
                 # Where the most expensive micro batch cannot be cheaper, the others still can be even.
                 found.append((float(loads.max()), float((loads**2).sum()), bins))

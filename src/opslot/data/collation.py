@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from opslot._base.boundaries import boundaries_of
+
 IGNORE_INDEX = -100
 # A token with its label, where that is not the token itself; documents are arrays of these, or of unsigned integers.
 LABELED = np.dtype([("token", "<u4"), ("label", "<i4")])
@@ -61,16 +63,11 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     starts = torch.repeat_interleave(offsets[:-1], lengths)
     labels = _labels(samples).flatten()
     labels[offsets[:-1]] = IGNORE_INDEX
-    cu_seqlens = offsets.to(torch.int32)
-    longest = int(lengths.max())
     return {
         "input_ids": input_ids,
         "labels": _ignore_padding(labels.view_as(input_ids), samples),
         "position_ids": (torch.arange(len(starts)) - starts).view_as(input_ids),
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        **boundaries_of(offsets),
     }
 
 

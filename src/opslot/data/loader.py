@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from opslot._base.errors import DataError, list_problems
 from opslot._base.host_memory import keep_freed_memory
 from opslot._base.logging import get_logger
-from opslot.data.balance import balance_micro_batches, document_costs
+from opslot.data.balance import balance_micro_batches
 from opslot.data.collation import collate, collate_padded, make_sample
 from opslot.data.mixture import MixedDataset
 from opslot.data.packing import PackedDataset
@@ -183,7 +183,7 @@ class TokenLoader(_Loader):
         dataset: of one document per sample (`packing=False`).
         step_tokens: maximum tokens in an optimizer step, over all ranks.
         max_tokens: maximum tokens in a micro batch of this rank, at least `dataset.max_seq_len`.
-        attention_cost: see `balance_micro_batches`.
+        attention_cost: a document of n tokens costs n + attention_cost * n**2, and its encoders.
         encoder_cost: a document's `MediaDocument.cost` counts so many times.
         collate_fn: a packed sample to a batch; default `collate`.
         step_size: tokens of the last step, over all ranks.
@@ -216,9 +216,8 @@ class TokenLoader(_Loader):
     def _own_documents(self) -> Iterator[tuple[StepDocuments, list[list[int]]]]:
         """Each step, and the sample numbers of this rank's micro batches in it."""
         for step in self.step_documents():
-            others = step.costs - step.lengths
             by_rank = balance_micro_batches(
-                step.lengths, self.world_size, self.max_tokens, other_costs=others, planned=step.bins
+                step.lengths, step.costs, self.world_size, self.max_tokens, planned=step.bins
             )
             yield step, [sorted(step.numbers[indices].tolist()) for indices in by_rank[self.rank]]
 
@@ -295,7 +294,7 @@ class TokenLoader(_Loader):
         size = self.dataset.max_seq_len
         lengths = self._lengths(window.first, window.steps * window.step_tokens)
         encoder_costs = self.dataset.costs(window.first, window.first + len(lengths)) * window.encoder_cost
-        costs = document_costs(lengths, window.attention_cost, encoder_costs)
+        costs = lengths + window.attention_cost * lengths.astype(np.float64) ** 2 + encoder_costs
         return _Plan(lengths, costs, plan_steps(lengths, costs, window, size, self.dataset.seed))
 
     def _lengths(self, first: int, tokens: int) -> np.ndarray:

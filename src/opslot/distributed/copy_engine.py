@@ -15,7 +15,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,18 +38,12 @@ _BUFFER_BYTES = 2**28
 _TURNS = 2
 
 
-class SharedMemory(Protocol):
-    """Memory of which every rank of a group holds a buffer of the same size, readable and writable by all."""
+class SharedMemory:
+    """`size` bytes on each GPU of a group within one host, by torch's symmetric memory; all ranks create it together.
 
-    buffers: list[Tensor]
-    """uint8, by rank; this rank's own is on its device."""
-
-    def barrier(self) -> None:
-        """On the current stream: wait until every rank's stream gets here."""
-
-
-class _PeerMemory:
-    """`SharedMemory` on GPUs of one host, by torch's symmetric memory."""
+    Attributes:
+        buffers: [size] uint8, by rank; each rank reads and writes all of them, and its own is on its device.
+    """
 
     def __init__(self, size: int, group: ProcessGroup, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
@@ -60,15 +54,11 @@ class _PeerMemory:
         _opened.add(self)
 
     def barrier(self) -> None:
+        """On the current stream: wait until every rank's stream gets here."""
         self._handle.barrier(channel=0)
 
 
-_opened: weakref.WeakSet[_PeerMemory] = weakref.WeakSet()
-
-
-def open_memory(size: int, group: ProcessGroup, device: torch.device) -> SharedMemory:
-    """`size` bytes on each rank of `group`; all of them call it."""
-    return _PeerMemory(size, group, device)
+_opened: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
 def opened_bytes() -> int:
@@ -92,7 +82,7 @@ class _Buffers:
     def next(self) -> SharedMemory:
         """The buffer of the next transfer."""
         if not self._memory:
-            self._memory = [open_memory(_BUFFER_BYTES, self._group, self._device) for _ in range(_TURNS)]
+            self._memory = [SharedMemory(_BUFFER_BYTES, self._group, self._device) for _ in range(_TURNS)]
         self._turn = (self._turn + 1) % _TURNS
         return self._memory[self._turn]
 
@@ -283,7 +273,7 @@ def obstacle_to_copies(group: ProcessGroup, device: torch.device) -> str | None:
         return "the GPUs cannot access each other's memory"
     failure = ""
     try:
-        open_memory(2**16, group, device).barrier()
+        SharedMemory(2**16, group, device).barrier()
     except (RuntimeError, ImportError, AttributeError) as error:
         failure = str(error).strip().splitlines()[0]
     failures = gather_objects(failure, group)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from opslot._base.boundaries import BOUNDARIES, boundaries_of
 from opslot._base.errors import ConfigError
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -86,17 +87,7 @@ def _shifted_labels(batch: dict[str, Any]) -> Tensor | None:
     return shifted
 
 
-_REPLACED = (
-    "input_ids",
-    "labels",
-    "shift_labels",
-    "position_ids",
-    "attention_mask",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-)
+_REPLACED = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", *BOUNDARIES)
 
 
 def _check_shapes(batch: dict[str, Any]) -> None:
@@ -154,14 +145,7 @@ def _documents(starts: Tensor) -> dict[str, Any]:
     first = starts.flatten().nonzero().flatten()
     if len(first) == len(starts):
         return {}
-    cu_seqlens = F.pad(first, (0, 1), value=starts.numel()).to(torch.int32)
-    longest = int(cu_seqlens.diff().max())
-    return {
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    return boundaries_of(F.pad(first, (0, 1), value=starts.numel()))
 
 
 # Dims of position_ids [axes, B, S], and axes if the first is that of text.

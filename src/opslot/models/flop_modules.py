@@ -40,7 +40,7 @@ class AttentionShape:
     chunk: int | None = None
 
 
-class Attention(NamedTuple):
+class AttentionFlops(NamedTuple):
     """An attention module: FLOPs of the forward and the backward pass, per pair of query and key."""
 
     stream: str
@@ -66,7 +66,7 @@ class ModuleReader:
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
         self.matmuls: list[Matmul] = []
-        self.attention: list[Attention] = []
+        self.attention: list[AttentionFlops] = []
         self.uncounted: list[Uncounted] = []
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.streams = dict(_streams(self.modules, output))
@@ -261,7 +261,7 @@ class ModuleReader:
         shape = _shape(module, config)
         if stream == FRAMES and self.audio is not None:
             shape = AttentionShape(causal=False, chunk=self.audio.window)
-        self.attention.append(Attention(stream, shape, flops, backward))
+        self.attention.append(AttentionFlops(stream, shape, flops, backward))
 
     def _backward(self, path: str, module: nn.Module) -> bool:
         """Whether what a mixer computes between its projections has a gradient; its last projection comes after."""

@@ -146,17 +146,9 @@ class FlopCounter:
             {name: Flops(*values) for name, values in parts.items() if any(values)}, self.uncounted, sum(sequences[""])
         )
 
-    def per_token(self) -> float:
-        """FLOPs of the matmuls of a step for each token of the text."""
-        return sum(flops.total for (stream, _), flops in self._per_token.items() if stream == TOKENS)
-
-    def per_patch(self) -> float:
-        """FLOPs of the matmuls of a step for each patch of an image."""
-        return sum(flops.total for (stream, _), flops in self._per_token.items() if stream == PATCHES)
-
-    def per_frame(self) -> float:
-        """FLOPs of the matmuls of a step for each frame of the mel features of an audio."""
-        return sum(flops.total for (stream, _), flops in self._per_token.items() if stream == FRAMES)
+    def per_row(self, stream: str) -> float:
+        """FLOPs of the matmuls of a step for each token of the text, patch of an image or frame of mel features."""
+        return sum(flops.total for (of, _), flops in self._per_token.items() if of == stream)
 
     def attention(self, length: int) -> float:
         """FLOPs of attention of a step for a document of `length` tokens."""

@@ -7,7 +7,7 @@ from functools import singledispatch
 from opslot._base.errors import PatchError
 from opslot.patchgen.anchoring import apply_anchored
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.document import Document
+from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.edits import (
     Anchored,
     ClassAttribute,
@@ -44,28 +44,28 @@ def generate(patch: PatchConfig, release: Release) -> str:
         PatchError: a symbol or anchor is missing, matches another number of times, has another body than the
             patch expects, or two edits change the same code.
     """
-    document, problems = apply_all(patch, release)
+    edited, problems = apply_all(patch, release)
     if problems:
         raise PatchError(
             "\n".join(str(problem) for problem in problems),
             hint="adapt the patch to this release, or use a release that it applies to",
         )
-    document.write_slot_declarations()
-    finish_module(document)
-    return document.module.code
+    edited.write_slot_declarations()
+    finish_module(edited)
+    return edited.module.code
 
 
-def apply_all(patch: PatchConfig, release: Release) -> tuple[Document, list[PatchError]]:
+def apply_all(patch: PatchConfig, release: Release) -> tuple[EditedModule, list[PatchError]]:
     """Apply every edit that can be, and collect the problems of the others."""
     check_conflicts(patch)
-    document = Document(patch, release)
+    edited = EditedModule(patch, release)
     problems = []
     for edit in patch.edits:
         try:
-            apply(edit, document)
+            apply(edit, edited)
         except PatchError as problem:
             problems.append(problem)
-    return document, problems
+    return edited, problems
 
 
 def check_conflicts(patch: PatchConfig) -> None:
@@ -95,8 +95,8 @@ _UNPLACED = (SlotCalls, ClassAttribute, ConfigSlot, Decorate, TakeKeywords)
 
 
 @singledispatch
-def apply(edit: Edit, document: Document) -> None:
-    """Apply one edit to the document."""
+def apply(edit: Edit, edited: EditedModule) -> None:
+    """Apply one edit to the module."""
     raise TypeError(f"no way to apply {type(edit).__name__}")
 
 
@@ -112,5 +112,5 @@ apply.register(UndecoratedCopy)(apply_undecorated_copy)
 apply.register(Exclude)(apply_exclude)
 apply.register(Decorate)(apply_decorate)
 apply.register(TakeKeywords)(apply_take_keywords)
-apply.register(ClassAttribute)(lambda edit, document: document.set_attribute(edit))
-apply.register(ConfigSlot)(lambda edit, document: None)
+apply.register(ClassAttribute)(lambda edit, edited: edited.set_attribute(edit))
+apply.register(ConfigSlot)(lambda edit, edited: None)

@@ -6,45 +6,45 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from opslot.patchgen.document import Document
+from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.edits import Exclude
 from opslot.patchgen.tree import Node, Replacements, names_below, replace_nodes, walk
 
 
-def apply_exclude(edit: Exclude, document: Document) -> None:
-    document.parse()
+def apply_exclude(edit: Exclude, edited: EditedModule) -> None:
+    edited.parse()
     for name in edit.whole:
-        document.get(name, edit)
-    before = _references(document.module)
+        edited.get(name, edit)
+    before = _references(edited.module)
     for name in edit.whole:
-        _remove(document, name)
-        _drop_isinstance_branches(document, name)
-    left = _references(document.module)
-    while dead := [name for name in _definitions(document.module) if before.get(name) and not left.get(name)]:
-        exported = _exported(document.module)
+        _remove(edited, name)
+        _drop_isinstance_branches(edited, name)
+    left = _references(edited.module)
+    while dead := [name for name in _definitions(edited.module) if before.get(name) and not left.get(name)]:
+        exported = _exported(edited.module)
         dead = [name for name in dead if name not in exported]
         if not dead:
             break
         for name in dead:
-            _remove(document, name)
-        left = _references(document.module)
+            _remove(edited, name)
+        left = _references(edited.module)
     for name in edit.whole:
         if users := left.get(name):
-            raise document.fail(
+            raise edited.fail(
                 edit,
                 f"{name} is still used by {', '.join(sorted(users))}; patch or exclude these too",
                 show=min(users),
             )
 
 
-def _remove(document: Document, name: str) -> None:
-    index = document.index(name)
+def _remove(edited: EditedModule, name: str) -> None:
+    index = edited.index(name)
     if index is None:
         return
-    body = list(document.module.body)
+    body = list(edited.module.body)
     del body[index]
-    document.module = document.module.with_changes(body=body)
-    _drop_from_all(document, name)
+    edited.module = edited.module.with_changes(body=body)
+    _drop_from_all(edited, name)
 
 
 def _definitions(module: cst.Module) -> list[str]:
@@ -63,15 +63,15 @@ def _references(module: cst.Module) -> dict[str, set[str]]:
     return found
 
 
-def _drop_isinstance_branches(document: Document, name: str) -> None:
+def _drop_isinstance_branches(edited: EditedModule, name: str) -> None:
     """Drop `if isinstance(x, name)` branches, and the name from tuples of classes."""
-    body = list(document.module.body)
+    body = list(edited.module.body)
     for index, node in enumerate(body):
         while name in names_below(node) and (swap := _next_swap(node, name)):
             node = replace_nodes(node, swap)
         if node is not body[index]:
             body[index] = _filled(node)
-    document.module = document.module.with_changes(body=body)
+    edited.module = edited.module.with_changes(body=body)
 
 
 def _next_swap(root: cst.CSTNode, name: str) -> Replacements | None:
@@ -142,8 +142,8 @@ def _exported(module: cst.Module) -> set[str]:
     }
 
 
-def _drop_from_all(document: Document, name: str) -> None:
-    for index, statement in enumerate(document.module.body):
+def _drop_from_all(edited: EditedModule, name: str) -> None:
+    for index, statement in enumerate(edited.module.body):
         if _is_all(statement):
             swaps: Replacements = {
                 id(node): []
@@ -153,6 +153,6 @@ def _drop_from_all(document: Document, name: str) -> None:
                 and node.value.evaluated_value == name
             }
             if swaps:
-                body = list(document.module.body)
+                body = list(edited.module.body)
                 body[index] = replace_nodes(statement, swaps)
-                document.module = document.module.with_changes(body=body)
+                edited.module = edited.module.with_changes(body=body)

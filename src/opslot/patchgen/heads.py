@@ -17,7 +17,7 @@ LINEAR = ("nn.Linear", "torch.nn.Linear", "Linear")
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHead:
     """A linear layer that computes logits.
 
     Attributes:
@@ -40,7 +40,7 @@ class Head:
         return ", ".join((self.linear, *self.around))
 
 
-def find_head(head: str, head_input: ast.expr, init: ast.FunctionDef | None, classes: Classes) -> Head:
+def find_head(head: str, head_input: ast.expr, init: ast.FunctionDef | None, classes: Classes) -> OutputHead:
     """The linear layer that a call of `head` with `head_input` ends with.
 
     Args:
@@ -50,14 +50,14 @@ def find_head(head: str, head_input: ast.expr, init: ast.FunctionDef | None, cla
     Raises:
         UnknownLossError: the head is something else.
     """
-    found = Head(head, head_input)
+    found = OutputHead(head, head_input)
     while True:
         calls = made(found.linear.rpartition(".")[2], init)
         other = sorted({ast.unparse(call.func) for call in calls} - {*LINEAR})
         if not other:
             biases = [k.value for call in calls for k in call.keywords if k.arg == "bias"]
             without = bool(calls) and len(biases) == len(calls) and all(ast.unparse(b) == "False" for b in biases)
-            return Head(found.linear, found.input, found.statements, found.around, without)
+            return OutputHead(found.linear, found.input, found.statements, found.around, without)
         if len(calls) > 1 or other[0] not in classes:
             raise UnknownLossError(f"has a head of the class {other[0]}, which is not an nn.Linear")
         cls = classes[other[0]]
@@ -77,7 +77,7 @@ def _method(cls: ast.ClassDef, name: str) -> ast.FunctionDef | None:
     return next((node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == name), None)
 
 
-def _opened(head: Head, cls: ast.ClassDef) -> Head:
+def _opened(head: OutputHead, cls: ast.ClassDef) -> OutputHead:
     """The last call in the forward of `cls`, with the statements before it.
 
     Raises:
@@ -107,7 +107,7 @@ def _opened(head: Head, cls: ast.ClassDef) -> Head:
     call = inline.visit(copy.deepcopy(value))
     lines = [assignment(inline.variable(parameter.arg), head.input)]
     lines += [assignment(inline.variable(name), inline.visit(copy.deepcopy(x))) for name, x in assigned]
-    return Head(ast.unparse(call.func), call.args[0], (*head.statements, *lines), (*head.around, head.linear))
+    return OutputHead(ast.unparse(call.func), call.args[0], (*head.statements, *lines), (*head.around, head.linear))
 
 
 def is_call_of_child(value: ast.expr | None) -> TypeGuard[ast.Call]:

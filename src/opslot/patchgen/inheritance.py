@@ -8,27 +8,27 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from opslot.patchgen.document import Document
+from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.edits import InheritMethod
 from opslot.patchgen.source import UpstreamModule
 from opslot.patchgen.tree import Node, replace_nodes, walk
 
 
-def apply_inherit_method(edit: InheritMethod, document: Document) -> None:
-    holder = document.get(edit.target.split(".")[0], edit)
+def apply_inherit_method(edit: InheritMethod, edited: EditedModule) -> None:
+    holder = edited.get(edit.target.split(".")[0], edit)
     assert isinstance(holder, cst.ClassDef)
     owner = edit.from_symbol.split(".")[0]
     bases = {base.value.value for base in holder.bases if isinstance(base.value, cst.Name)}
     if owner not in bases:
-        raise document.fail(edit, f"{holder.name.value} does not inherit from {owner}", show=holder.name.value)
-    if document.find(edit.target) is not None:
-        raise document.fail(edit, f"{edit.target} is defined by the class itself", show=edit.target)
-    module = document.release.module(edit.from_module)
+        raise edited.fail(edit, f"{holder.name.value} does not inherit from {owner}", show=holder.name.value)
+    if edited.find(edit.target) is not None:
+        raise edited.fail(edit, f"{edit.target} is defined by the class itself", show=edit.target)
+    module = edited.release.module(edit.from_module)
     text = textwrap.dedent(module.require(edit.from_symbol).text)
     method = _super_kept(cst.parse_module(text).body[0], owner)
-    document.put(edit.target, method.with_changes(leading_lines=[cst.EmptyLine(indent=False)]))
-    document.note(edit.target, f"text of {edit.from_module}.{edit.from_symbol}")
-    _import_names(text, module, document, edit)
+    edited.put(edit.target, method.with_changes(leading_lines=[cst.EmptyLine(indent=False)]))
+    edited.note(edit.target, f"text of {edit.from_module}.{edit.from_symbol}")
+    _import_names(text, module, edited, edit)
 
 
 def _super_kept(method: Node, owner: str) -> Node:
@@ -47,17 +47,17 @@ def _super_kept(method: Node, owner: str) -> Node:
     )
 
 
-def _import_names(text: str, module: UpstreamModule, document: Document, edit: InheritMethod) -> None:
+def _import_names(text: str, module: UpstreamModule, edited: EditedModule, edit: InheritMethod) -> None:
     """Import what the method's text takes from its own module's globals."""
     theirs = module_bindings(module)
-    ours = module_bindings(document.upstream)
+    ours = module_bindings(edited.upstream)
     used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     for name in sorted(used & theirs.keys()):
         statement = theirs[name]
         if name not in ours:
-            document.imports[name] = statement
+            edited.imports[name] = statement
         elif not _same_object(ours[name], statement):
-            raise document.fail(edit, f"{name} is `{ours[name]}` here and `{statement}` in {edit.from_module}")
+            raise edited.fail(edit, f"{name} is `{ours[name]}` here and `{statement}` in {edit.from_module}")
 
 
 def module_bindings(module: UpstreamModule) -> dict[str, str]:

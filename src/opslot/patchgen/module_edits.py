@@ -11,46 +11,46 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.document import Document
+from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.inheritance import absolute_name
 from opslot.patchgen.overlay import keep_changes, make_of_original
 from opslot.patchgen.tree import Replacements, comment, is_docstring, names_below, replace_nodes, walk_statements
 from opslot.patchgen.unparsed import Unparsed
 
 
-def finish_module(document: Document) -> None:
+def finish_module(edited: EditedModule) -> None:
     """Make imports absolute, add and drop imports, add helpers, and write the header."""
-    elsewhere = document.upstream.own is not None
+    elsewhere = edited.upstream.own is not None
     if elsewhere:
-        keep_changes(document)
-    _make_imports_absolute(document)
-    _drop_import_names(document)
-    _add_after_imports(document)
-    _add_at_the_end(document)
+        keep_changes(edited)
+    _make_imports_absolute(edited)
+    _drop_import_names(edited)
+    _add_after_imports(edited)
+    _add_at_the_end(edited)
     if elsewhere:
-        make_of_original(document)
-    _check_dropped_names(document)
-    _write_header(document)
+        make_of_original(edited)
+    _check_dropped_names(edited)
+    _write_header(edited)
 
 
-def _make_imports_absolute(document: Document) -> None:
-    document.parse(lambda definition: re.search(r"\bfrom\s*\.", definition.text) is not None)
+def _make_imports_absolute(edited: EditedModule) -> None:
+    edited.parse(lambda definition: re.search(r"\bfrom\s*\.", definition.text) is not None)
 
     def swaps(statement: cst.CSTNode) -> Replacements:
         relative = [n for n in walk_statements(statement) if type(n) is cst.ImportFrom and n.relative]
-        return {id(node): _absolute(node, document.upstream.package) for node in relative}
+        return {id(node): _absolute(node, edited.upstream.package) for node in relative}
 
-    _replace_statements(document, swaps)
+    _replace_statements(edited, swaps)
 
 
-def _replace_statements(document: Document, swaps: Callable[[cst.CSTNode], Replacements]) -> None:
+def _replace_statements(edited: EditedModule, swaps: Callable[[cst.CSTNode], Replacements]) -> None:
     """Replace nodes of the module, given those of each top-level statement."""
     body: list[Any] = []
-    for statement in document.module.body:
+    for statement in edited.module.body:
         found = swaps(statement)
         new = replace_nodes(statement, found) if found else statement
         body += new if isinstance(new, list) else [new]
-    document.module = document.module.with_changes(body=body)
+    edited.module = edited.module.with_changes(body=body)
 
 
 def _absolute(node: cst.ImportFrom, package: str) -> cst.ImportFrom:
@@ -67,14 +67,14 @@ def _dotted(name: str) -> cst.Name | cst.Attribute:
     return node
 
 
-def _drop_import_names(document: Document) -> None:
-    wanted = set(document.patch.dropped_imports)
+def _drop_import_names(edited: EditedModule) -> None:
+    wanted = set(edited.patch.dropped_imports)
     if not wanted:
         return
-    document.parse(lambda definition: definition.mentions("import"))
+    edited.parse(lambda definition: definition.mentions("import"))
     swaps: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {}
     dropped: set[str] = set()
-    for node in walk_statements(document.module):
+    for node in walk_statements(edited.module):
         if not isinstance(node, cst.SimpleStatementLine):
             continue
         for small in node.body:
@@ -90,26 +90,26 @@ def _drop_import_names(document: Document) -> None:
                     swaps[id(node)] = []
     if missing := wanted - dropped:
         raise PatchError(
-            f"drop_import_names: {document.patch.source_module} of transformers {document.release.version}"
+            f"drop_import_names: {edited.patch.source_module} of transformers {edited.release.version}"
             f" imports no {', '.join(sorted(missing))}",
             hint="drop only names that it imports",
         )
-    document.module = replace_nodes(document.module, swaps)
+    edited.module = replace_nodes(edited.module, swaps)
 
 
-def _check_dropped_names(document: Document) -> None:
+def _check_dropped_names(edited: EditedModule) -> None:
     """Raise PatchError for a dropped name that the module still reads and does not bind in another way."""
-    if not document.patch.dropped_imports:
+    if not edited.patch.dropped_imports:
         return
-    module = symtable.symtable(document.module.code, document.patch.target_file, "exec")
+    module = symtable.symtable(edited.module.code, edited.patch.target_file, "exec")
     bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     readers: dict[str, list[str]] = {}
     for table in [module, *module.get_children()]:
-        for name in _globals_read(table, nested=table is not module).intersection(document.patch.dropped_imports):
+        for name in _globals_read(table, nested=table is not module).intersection(edited.patch.dropped_imports):
             readers.setdefault(name, []).append("the module" if table is module else table.get_name())
     if left := {name: names for name, names in readers.items() if name not in bound}:
         raise PatchError(
-            f"drop_import_names: {document.patch.source_module} of transformers {document.release.version}"
+            f"drop_import_names: {edited.patch.source_module} of transformers {edited.release.version}"
             f" still uses {', '.join(sorted(left))}",
             found="; ".join(f"{name} in {', '.join(sorted(set(names)))}" for name, names in sorted(left.items())),
             hint="replace or exclude these too, or define the name with add_import or add_post_import_block",
@@ -129,16 +129,16 @@ def _bound_name(alias: cst.ImportAlias) -> str:
     return str(get_full_name_for_node(alias.name)).split(".")[0]
 
 
-def _add_after_imports(document: Document) -> None:
-    patch = document.patch
-    document.parse(lambda definition: any(map(definition.mentions, document.imports)))
-    used = set().union(*map(names_below, document.module.body)) if document.imports else set()
-    inherited = [statement for name, statement in document.imports.items() if name in used]
+def _add_after_imports(edited: EditedModule) -> None:
+    patch = edited.patch
+    edited.parse(lambda definition: any(map(definition.mentions, edited.imports)))
+    used = set().union(*map(names_below, edited.module.body)) if edited.imports else set()
+    inherited = [statement for name, statement in edited.imports.items() if name in used]
     statements = [spec.statement for spec in patch.additional_imports] + _merged(inherited)
     blocks = [text.strip("\n") for text in (*patch.post_import_blocks, *patch.helpers)]
     if not statements and not blocks:
         return
-    body = list(document.module.body)
+    body = list(edited.module.body)
     at = _end_of_imports(body)
     new: list[cst.SimpleStatementLine | cst.BaseCompoundStatement] = []
     if statements:
@@ -147,12 +147,12 @@ def _add_after_imports(document: Document) -> None:
     for text in blocks:
         new += _added_block(text)
     body[at:at] = new
-    document.module = document.module.with_changes(body=body)
+    edited.module = edited.module.with_changes(body=body)
 
 
-def _add_at_the_end(document: Document) -> None:
-    added = [line for text in document.patch.final_blocks for line in _added_block(text)]
-    document.module = document.module.with_changes(body=[*document.module.body, *added])
+def _add_at_the_end(edited: EditedModule) -> None:
+    added = [line for text in edited.patch.final_blocks for line in _added_block(text)]
+    edited.module = edited.module.with_changes(body=[*edited.module.body, *added])
 
 
 def _added_block(text: str) -> list[cst.SimpleStatementLine | cst.BaseCompoundStatement]:
@@ -187,10 +187,10 @@ def _end_of_imports(body: Sequence[cst.CSTNode]) -> int:
     return end
 
 
-def _write_header(document: Document) -> None:
-    patch = document.patch
-    transformers = f"transformers {document.release.version}"
-    elsewhere = document.upstream.own is not None
+def _write_header(edited: EditedModule) -> None:
+    patch = edited.patch
+    transformers = f"transformers {edited.release.version}"
+    elsewhere = edited.upstream.own is not None
     origin = patch.source_module if elsewhere else f"{patch.source_module} of {transformers}"
     made = "Upstream's licence, above, holds. Changes made to upstream's text:"
     if elsewhere:
@@ -204,8 +204,8 @@ def _write_header(document: Document) -> None:
         *(f"  added: {text.splitlines()[0]}" for text in (*patch.post_import_blocks, *patch.helpers)),
         *(f"  added at the end: {text.splitlines()[0]}" for text in patch.final_blocks),
     ]
-    header = [*document.module.header, *(comment(line) for line in lines)]
-    body = list(document.module.body)
+    header = [*edited.module.header, *(comment(line) for line in lines)]
+    body = list(edited.module.body)
     if not body or not is_docstring(body[0]):
         summary = patch.description or "Upstream's modeling code with slots for kernels"
         origin = patch.source_module if elsewhere else transformers
@@ -213,4 +213,4 @@ def _write_header(document: Document) -> None:
         if body:
             body[0] = body[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *body[0].leading_lines])
         body[:0] = [cst.SimpleStatementLine([cst.Expr(cst.SimpleString(docstring))])]
-    document.module = document.module.with_changes(header=header, body=body)
+    edited.module = edited.module.with_changes(header=header, body=body)

@@ -12,7 +12,7 @@ from typing import Any
 
 import libcst as cst
 
-from opslot.patchgen.document import Document
+from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.own_code import changing_decorator
 from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, walk
 from opslot.patchgen.unparsed import Unparsed
@@ -36,40 +36,40 @@ _opslot_classes = _opslot_make_classes(_opslot_make, _opslot_original, __name__)
 """
 
 
-def keep_changes(document: Document) -> None:
-    """Leave only changed and added code in the document."""
-    upstream = document.upstream
-    known = {_code(node) for node in cst.parse_module(_around_definitions(document)).body}
+def keep_changes(edited: EditedModule) -> None:
+    """Leave only changed and added code in the module."""
+    upstream = edited.upstream
+    known = {_code(node) for node in cst.parse_module(_around_definitions(edited)).body}
     body: list[Any] = []
-    for node in document.module.body:
+    for node in edited.module.body:
         name = node.name.value if isinstance(node, cst.ClassDef | cst.FunctionDef) else ""
         original = upstream.symbol(name) if name else None
         if isinstance(node, Unparsed) or (original is not None and not upstream.is_own(name)):
             continue
         if isinstance(node, cst.ClassDef) and original is not None:
-            changed = _changed_class(document, node)
+            changed = _changed_class(edited, node)
             body += [] if changed is None else [changed]
         elif _code(node) not in known and (original is None or original.text.strip() != _code(node)):
             body.append(node)
-    document.module = document.module.with_changes(header=[], body=body, footer=[])
+    edited.module = edited.module.with_changes(header=[], body=body, footer=[])
 
 
-def make_of_original(document: Document) -> None:
+def make_of_original(edited: EditedModule) -> None:
     """Put the changes into a function that runs with the globals of the original module.
 
     In their methods, all names mean what they mean there whenever they are read, also those of the changed classes.
     """
-    names = [node.name.value for node in document.module.body if isinstance(node, cst.ClassDef) and _is_changed(node)]
+    names = [node.name.value for node in edited.module.body if isinstance(node, cst.ClassDef) and _is_changed(node)]
     classes = ", ".join(f"{name!r}: {name}" for name in names)
     end = [f"_opslot_classes = {{{classes}}}", *(f"{name} = {_ORIGINAL}.{name}" for name in names)]
-    made = [*document.module.body, *cst.parse_module("\n".join([*end, "return _opslot_classes"])).body]
-    future = [ast.unparse(node) for node in document.upstream.tree.body if _is_future(node)]
-    head = _HEAD.replace("MODULE", repr(document.upstream.name)).replace("DIGEST", repr(document.upstream.digest))
+    made = [*edited.module.body, *cst.parse_module("\n".join([*end, "return _opslot_classes"])).body]
+    future = [ast.unparse(node) for node in edited.upstream.tree.body if _is_future(node)]
+    head = _HEAD.replace("MODULE", repr(edited.upstream.name)).replace("DIGEST", repr(edited.upstream.digest))
     body = [
         node.with_changes(body=cst.IndentedBlock(body=made)) if isinstance(node, cst.FunctionDef) else node
         for node in cst.parse_module("\n".join([*future, head])).body
     ]
-    document.module = document.module.with_changes(body=body)
+    edited.module = edited.module.with_changes(body=body)
 
 
 def _is_changed(node: cst.ClassDef) -> bool:
@@ -78,11 +78,11 @@ def _is_changed(node: cst.ClassDef) -> bool:
     return any(isinstance(owner, cst.Name) and owner.value == _ORIGINAL for owner in owners)
 
 
-def _around_definitions(document: Document) -> str:
+def _around_definitions(edited: EditedModule) -> str:
     """The source of a module's statements that define no function or class."""
     return "\n".join(
-        ast.get_source_segment(document.upstream.text, node) or ""
-        for node in document.upstream.tree.body
+        ast.get_source_segment(edited.upstream.text, node) or ""
+        for node in edited.upstream.tree.body
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     )
 
@@ -91,10 +91,10 @@ def _is_future(node: ast.stmt) -> bool:
     return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
-def _changed_class(document: Document, node: cst.ClassDef) -> cst.ClassDef | None:
+def _changed_class(edited: EditedModule, node: cst.ClassDef) -> cst.ClassDef | None:
     """A class that derives from the original and has only what edits changed or added; None where nothing is."""
     name = node.name.value
-    definition, symbol = document.upstream.find(name), document.upstream.symbol(name)
+    definition, symbol = edited.upstream.find(name), edited.upstream.symbol(name)
     assert isinstance(definition, ast.ClassDef)
     assert symbol is not None
     (original,) = cst.parse_module(symbol.text).body

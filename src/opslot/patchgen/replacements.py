@@ -8,7 +8,7 @@ import libcst as cst
 
 from opslot._base.errors import PatchError
 from opslot._base.logging import get_logger
-from opslot.patchgen.document import Document
+from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.edits import Edit, NameMap, UndecoratedCopy, rename
 from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, splice, walk
@@ -20,14 +20,14 @@ logger = get_logger(__name__)
 _MISSPELLED = 0.85
 
 
-def apply_replacement(edit: Replacement, document: Document) -> None:
+def apply_replacement(edit: Replacement, edited: EditedModule) -> None:
     new = _definition(edit, edit.text, edit.name_map)
     owner, _, method = edit.target.partition(".")
     new = new.with_changes(name=cst.Name(method or owner))
     summary = edit.summary
     if edit.kind == "method":
-        cls = document.get(owner, edit)
-        old = document.find(edit.target)
+        cls = edited.get(owner, edit)
+        old = edited.find(edit.target)
         if isinstance(old, cst.FunctionDef):
             comments = [line for line in new.leading_lines if line.comment]
             new = new.with_changes(decorators=old.decorators, leading_lines=[*old.leading_lines, *comments])
@@ -36,12 +36,12 @@ def apply_replacement(edit: Replacement, document: Document) -> None:
             summary = edit.note or f"add method {edit.target}"
             _warn_of_misspelling(cls, method)
     else:
-        old = document.get(edit.target, edit)
+        old = edited.get(edit.target, edit)
         comments = [line for line in new.leading_lines if line.comment]
         new = new.with_changes(leading_lines=[*old.leading_lines, *comments])
-    document.sign(edit, [new])
-    document.put(edit.target, new)
-    document.note(edit.target, f"{summary} (Patch.{document.number(edit)})")
+    edited.sign(edit, [new])
+    edited.put(edit.target, new)
+    edited.note(edit.target, f"{summary} (Patch.{edited.number(edit)})")
 
 
 def _warn_of_misspelling(cls: cst.FunctionDef | cst.ClassDef, method: str) -> None:
@@ -53,22 +53,22 @@ def _warn_of_misspelling(cls: cst.FunctionDef | cst.ClassDef, method: str) -> No
         logger.warning("class %s has no method %r, so it was added; did you mean %r?", cls.name.value, method, *similar)
 
 
-def apply_external(edit: ExternalReplacement, document: Document) -> None:
-    old = document.get(edit.target, edit)
+def apply_external(edit: ExternalReplacement, edited: EditedModule) -> None:
+    old = edited.get(edit.target, edit)
     renamed = "" if edit.source_name == edit.target else f" as {edit.target}"
     (line,) = cst.parse_module(
         f"# [PATCHED: {edit.summary}]\nfrom {edit.source_module} import {edit.source_name}{renamed}  # noqa: E402\n"
     ).body
     assert isinstance(line, cst.SimpleStatementLine)
     line = line.with_changes(leading_lines=[*old.leading_lines, *line.leading_lines])
-    index = document.index(edit.target)
+    index = edited.index(edit.target)
     assert index is not None
-    document.module = splice(document.module, index, index + 1, [line], document.mark(edit))
+    edited.module = splice(edited.module, index, index + 1, [line], edited.mark(edit))
 
 
-def apply_modify_init(edit: ModifyInit, document: Document) -> None:
+def apply_modify_init(edit: ModifyInit, edited: EditedModule) -> None:
     target = f"{edit.target}.__init__"
-    init = document.get(target, edit)
+    init = edited.get(target, edit)
     assert isinstance(init, cst.FunctionDef)
     assert isinstance(init.body, cst.IndentedBlock)
     added = block_of(_definition(edit, edit.text, edit.name_map)).body
@@ -83,13 +83,13 @@ def apply_modify_init(edit: ModifyInit, document: Document) -> None:
     if not calls and _calls(body.body[-1], "post_init"):
         end -= 1
     start = 1 if is_docstring(body.body[0]) else 0
-    document.sign(edit, statements)
+    edited.sign(edit, statements)
     if after:
-        body = splice(body, end, end, after, document.mark(edit))
+        body = splice(body, end, end, after, edited.mark(edit))
     if before:
-        body = splice(body, start, start, before, document.mark(edit))
-    document.put(target, init.with_changes(body=body))
-    document.note(target, edit.summary)
+        body = splice(body, start, start, before, edited.mark(edit))
+    edited.put(target, init.with_changes(body=body))
+    edited.note(target, edit.summary)
 
 
 def _definition(edit: Edit, text: str, name_map: NameMap) -> cst.FunctionDef | cst.ClassDef:
@@ -133,12 +133,12 @@ def _calls(statement: cst.CSTNode, function: str) -> bool:
     return isinstance(name, cst.Name) and name.value == function
 
 
-def apply_undecorated_copy(edit: UndecoratedCopy, document: Document) -> None:
-    function = document.get(edit.target, edit)
+def apply_undecorated_copy(edit: UndecoratedCopy, edited: EditedModule) -> None:
+    function = edited.get(edit.target, edit)
     assert isinstance(function, cst.FunctionDef)
     lines = [cst.EmptyLine(indent=False)] * 2
     copy = function.deep_clone().with_changes(name=cst.Name(edit.name), decorators=(), leading_lines=lines)
-    document.sign(edit, [copy])
-    index = document.index(edit.target)
+    edited.sign(edit, [copy])
+    index = edited.index(edit.target)
     assert index is not None
-    document.module = splice(document.module, index + 1, index + 1, [copy], document.mark(edit))
+    edited.module = splice(edited.module, index + 1, index + 1, [copy], edited.mark(edit))

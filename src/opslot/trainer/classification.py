@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,6 @@ from opslot.data.labels import LabelEncoder
 from opslot.distributed import sum_over_ranks
 from opslot.trainer.run_data import padding_token
 from opslot.trainer.text import TextTrainer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class ClassificationTrainer(TextTrainer):
@@ -38,12 +35,6 @@ class ClassificationTrainer(TextTrainer):
                 "pad_token_id": padding_token(self.tokenizer),
             },
         }
-
-    def build_model(self) -> PreTrainedModel:
-        model = super().build_model()
-        # The class that the exported config names.
-        model.config.architectures = [self.model_options()["architecture"]]
-        return model
 
     def count_targets(self, batch: dict[str, Any]) -> int:
         return int((batch["labels"] != IGNORE_INDEX).sum())

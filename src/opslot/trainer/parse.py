@@ -251,12 +251,9 @@ def _checked_values(
     values: dict[str, Any], schema: dict[str, Any], parser: ArgumentParser, problems: list[str]
 ) -> Namespace | None:
     seen: set[str] = set()
-    every: dict[str, Any] = {}
-    for name, value in _flatten(values, schema):
-        if name in schema:
-            _merge(every, _nested(name, value))
+    known = {name: value for name, value in _flatten(values, schema) if name in schema}
     # Parsing takes a while, so values are parsed one by one only if one of them is wrong.
-    parsed = _attempt(parser.parse_object, every)
+    parsed = _attempt(parser.parse_object, _nested(known))
     for name, value in _flatten(values, schema):
         if name in seen:
             problems.append(f"{name} is given twice, nested and with dots; remove one of them")
@@ -267,7 +264,7 @@ def _checked_values(
         if value is None and not _takes_none(schema[name]):
             problems.append(_wrong_type(name, value, schema))
             continue
-        if parsed is None and _attempt(parser.parse_object, _nested(name, value)) is None:
+        if parsed is None and _attempt(parser.parse_object, _nested({name: value})) is None:
             problems.append(_wrong_type(name, value, schema))
     return parsed
 
@@ -327,18 +324,14 @@ def _takes_none(kind: Any) -> bool:
     return type(None) in typing.get_args(kind)
 
 
-def _nested(name: str, value: Any) -> dict[str, Any]:
-    """`{"a": {"b": value}}` for the name "a.b"."""
-    first, _, rest = name.partition(".")
-    return {first: _nested(rest, value) if rest else value}
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """`{"a": {"b": value}}` for `{"a.b": value}`."""
+    from jsonargparse import Namespace
 
-
-def _merge(into: dict[str, Any], nested: dict[str, Any]) -> None:
-    for key, value in nested.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
+    nested = Namespace()
+    for name, value in values.items():
+        nested[name] = value
+    return nested.as_dict()
 
 
 def _section(name: str, value: Any, schema: dict[str, Any]) -> str | None:

@@ -22,6 +22,7 @@ from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
 from opslot.models._own_loss import why_not_causal
 from opslot.models._sequence.packing import packing_problem
+from opslot.models.flop_modules import TOKENS
 from opslot.ops.cross_entropy_loss import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.generating import generate_answers
@@ -84,6 +85,7 @@ class TextTrainer(BaseTrainer):
         # Weights that are quantized are so as they are read.
         quantized = self.config.lora.quantization is not None
         later = model.model_path is None or self.state.mesh is not None or quantized
+        options = self.model_options()
         built = build_foundation_model(
             self.inputs.config_path,
             weights_path=None if later else model.model_path,
@@ -93,8 +95,11 @@ class TextTrainer(BaseTrainer):
             run_dtype=self.config.train.fsdp.param_dtype,
             ops_implementation=model.ops_implementation,
             trust_remote_code=model.trust_remote_code,
-            **self.model_options(),
+            **options,
         )
+        if "architecture" in options:
+            # The class that the exported config names.
+            built.config.architectures = [options["architecture"]]
         # The loss is read by its name, also of a model whose config asks for tuples.
         for module in built.modules():
             if getattr(getattr(module, "config", None), "return_dict", None) is False:
@@ -118,7 +123,7 @@ class TextTrainer(BaseTrainer):
     def set_costs(self) -> None:
         """Balance steps by the FLOPs of the model, which are known when it is built."""
         flops, length = self.meter.flops, self.config.data.sample_length
-        token = flops.per_token()
+        token = flops.per_row(TOKENS)
         if isinstance(self.batches, TokenLoader) and token:
             self.batches.attention_cost = rounded(flops.attention(length) / length**2 / token)
 

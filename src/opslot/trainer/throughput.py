@@ -12,6 +12,7 @@ import torch
 from opslot._base.device import facts_of, peak_bf16_tflops
 from opslot.models.flops import FlopCounter, audio_lengths, document_lengths, image_lengths
 from opslot.trainer.config import TrainConfig
+from opslot.trainer.setup import dtype_of
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -28,7 +29,8 @@ class StepMeter:
         self.flops = FlopCounter(model)
         self.world_size = world_size
         self.peak_tflops = train.logging.peak_tflops
-        if self.peak_tflops is None and (_compute_dtype(model, train) in _HALF):
+        weights = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+        if self.peak_tflops is None and (dtype_of(train.fsdp.param_dtype) or weights) in _HALF:
             self.peak_tflops = peak_bf16_tflops(facts_of(device).name)
         self._started = time.perf_counter()
         self._waited = 0.0
@@ -71,8 +73,3 @@ class StepMeter:
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "data_wait": self._waited / seconds,
         }
-
-
-def _compute_dtype(model: Any, train: TrainConfig) -> torch.dtype:
-    name = train.fsdp.param_dtype
-    return getattr(torch, name) if name else next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)

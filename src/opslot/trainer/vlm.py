@@ -10,6 +10,7 @@ from opslot.data.loader import TokenLoader
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.models._multimodal.modalities import decoder_of, inlined_inputs
 from opslot.models._sequence.packing import packing_problem
+from opslot.models.flop_modules import FRAMES, PATCHES, TOKENS
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.text import TextTrainer, rounded
 from opslot.trainer.validate import micro_batch_size
@@ -41,7 +42,6 @@ class VLMTrainer(TextTrainer):
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
         self._check_rows(model)
-        model.config.architectures = [self.model_options()["architecture"]]
         return model
 
     def _check_rows(self, model: PreTrainedModel) -> None:
@@ -61,11 +61,11 @@ class VLMTrainer(TextTrainer):
         super().set_costs()
         flops, cost = self.meter.flops, self.encoder.cost
         # Of images where the model has both: a document has the sum of its costs.
-        pairs = (flops.per_patch(), cost.per_patch()), (flops.per_frame(), cost.per_frame())
+        pairs = (flops.per_row(PATCHES), cost.per_patch()), (flops.per_row(FRAMES), cost.per_frame())
         found = next(((counted, estimated) for counted, estimated in pairs if counted and estimated), None)
-        if isinstance(self.batches, TokenLoader) and flops.per_token() and found is not None:
+        if isinstance(self.batches, TokenLoader) and flops.per_row(TOKENS) and found is not None:
             # A frozen encoder has no backward pass.
-            self.batches.encoder_cost = rounded(found[0] / flops.per_token() / found[1])
+            self.batches.encoder_cost = rounded(found[0] / flops.per_row(TOKENS) / found[1])
 
     @property
     def processor(self) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opslot._base.boundaries import boundaries_of
 from opslot._base.errors import ConfigError, error_text
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._multimodal.audio import AudioInputs
@@ -326,9 +327,7 @@ def pack(positions: RopePositions, batches: Sequence[Batch]) -> Batch:
     if positions.axes > 1:
         rotary = torch.cat([positions(batch["input_ids"][0], _features(batch)) for batch in batches], 1)[:, None]
         position_ids = torch.cat([text[None, None], rotary]) if positions.takes_text_axis else rotary
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packed |= {"position_ids": position_ids, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-    return packed | {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    return {**packed, "position_ids": position_ids, **boundaries_of(torch.tensor([0, *lengths]).cumsum(0))}
 
 
 def _features(batch: Batch) -> Batch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from opslot._base.errors import ConfigError
+from opslot.data.collation import IGNORE_INDEX, collate, collate_padded, make_sample
 from opslot.models._build import auto_class_name, registered_class, shipped_class
 from opslot.models._own_loss import averages_its_own_labels
 from opslot.models._registry import declared_sub_model
@@ -126,29 +126,16 @@ def packed_batches(ids: Tensor, rows: int = 1) -> tuple[list[dict[str, Any]], li
         ids: input ids, [B, S].
         rows: how many of them are packed, in one batch; the documents of every second one in reverse order.
     """
-    ids = ids[:rows]
     first = 3 * ids.shape[1] // 5
-    documents = (first, ids.shape[1] - first)
-    lengths = [documents if row % 2 == 0 else documents[::-1] for row in range(rows)]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    labels = ids.masked_fill(positions == 0, -100)
-    targets = torch.tensor(int((labels != -100).sum()))
-    cu_seqlens = torch.tensor([0, *chain.from_iterable(lengths)]).cumsum(0).to(torch.int32)
-    packed: dict[str, Any] = {
-        "input_ids": ids,
-        "position_ids": positions,
-        "labels": labels,
-        "num_items_in_batch": targets,
-    }
-    packed |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-    packed |= {"max_length_q": max(documents), "max_length_k": max(documents)}
-    sizes = [*chain.from_iterable(lengths)]
-    parts = zip(*(x.flatten().split(sizes) for x in (ids, positions, labels)), strict=True)
-    alone = [
-        {"input_ids": i[None], "position_ids": p[None], "labels": own[None], "num_items_in_batch": targets}
-        for i, p, own in parts
+    lengths = (first, ids.shape[1] - first)
+    documents = [
+        [document.numpy() for document in row.split(lengths if number % 2 == 0 else lengths[::-1])]
+        for number, row in enumerate(ids[:rows])
     ]
-    return [packed], alone
+    packed = collate([make_sample(of_row, ids.shape[1], 0) for of_row in documents])
+    alone = [collate_padded([make_sample([one], len(one), 0)]) for of_row in documents for one in of_row]
+    targets = {"num_items_in_batch": (packed["labels"] != IGNORE_INDEX).sum()}
+    return [packed | targets], [batch | targets for batch in alone]
 
 
 def train_step(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:

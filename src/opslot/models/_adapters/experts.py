@@ -58,9 +58,7 @@ def _add_adapters(
     layers: tuple[Any, ...], module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A kernel of experts that computes with the adapters of `layers`, PEFT's, each of one weight."""
-    adapted = _with_adapters(kernel)
-    cls = _AddedToWeights if adapted is None else _BesideWeights
-    return cls(kernel or reference, adapted, inspect.signature(reference).parameters, layers)
+    return _Adapted(kernel or reference, _with_adapters(kernel), inspect.signature(reference).parameters, layers)
 
 
 def _with_adapters(kernel: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -72,7 +70,14 @@ def _with_adapters(kernel: Callable[..., Any] | None) -> Callable[..., Any] | No
 
 
 class _Adapted:
-    """A kernel of experts, called with the arguments of the op's contract."""
+    """A kernel of experts with adapters, called with the arguments of the op's contract.
+
+    Args:
+        kernel: gets the weights with the adapters added, if `adapted` is None: e.g. Transformers' own loop.
+        adapted: the kernel in its form that takes the factors, which it computes as separate GEMMs.
+        parameters: of the op's contract.
+        layers: PEFT's, each of one weight.
+    """
 
     def __init__(
         self,
@@ -88,39 +93,25 @@ class _Adapted:
         self._layers = [by_name.get(name) for name in names[1 : names.index("top_k_index")]]
         self._defaults = [parameter.default for parameter in parameters.values()]
 
-    def _active(self) -> list[Any]:
-        return [None if at is None or at.disable_adapters or at.merged else at for at in self._layers]
-
-    def __repr__(self) -> str:
-        return f"<with adapters {self.kernel!r}>"
-
-
-class _AddedToWeights(_Adapted):
-    """Gives the kernel the weights with the adapters added: Transformers' own loop over the experts."""
-
     def __call__(self, *arguments: Any) -> Tensor:
+        factors = [
+            None if layer is None or layer.disable_adapters or layer.merged else _factors(weight, layer)
+            for weight, layer in zip(arguments[1:], self._layers)
+        ]
+        if not any(factors):
+            return self.kernel(*arguments)
+        if self.adapted is not None:
+            each = [factor for pair in factors for factor in pair or (None, None)]
+            return self.adapted(*arguments, *self._defaults[len(arguments) :], *each)
         given = list(arguments)
-        for number, layer in enumerate(self._active(), 1):
-            if layer is not None:
-                weight = given[number]
-                own = local_tensor(weight)
-                left, right = _factors(weight, layer)
+        for number, pair in enumerate(factors, 1):
+            if pair is not None:
+                own, (left, right) = local_tensor(given[number]), pair
                 given[number] = torch.baddbmm(own, left.to(own.dtype), right.to(own.dtype))
         return self.kernel(*given)
 
-
-class _BesideWeights(_Adapted):
-    """Gives the kernel the factors of the adapters, which it computes as separate GEMMs."""
-
-    def __call__(self, *arguments: Any) -> Tensor:
-        active = self._active()
-        if not any(layer is not None for layer in active):
-            return self.kernel(*arguments)
-        assert self.adapted is not None, "see `_add_adapters`"
-        factors: list[Any] = []
-        for number, layer in enumerate(active, 1):
-            factors += (None, None) if layer is None else _factors(arguments[number], layer)
-        return self.adapted(*arguments, *self._defaults[len(arguments) :], *factors)
+    def __repr__(self) -> str:
+        return f"<with adapters {self.kernel!r}>"
 
 
 def _factors(weight: Tensor, layer: Any) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from opslot._base.boundaries import BOUNDARIES
 from opslot._base.errors import ConfigError
 from opslot._base.source import forward_source
 from opslot.distributed import get_parallel_state
@@ -47,7 +48,6 @@ from opslot.models._multimodal.shared_images import (
 _INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
 _VIDEO_METHOD = "get_video_features"
 _METHODS = ("get_image_features", _VIDEO_METHOD, AUDIO_METHOD)
-_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True)
@@ -202,11 +202,11 @@ def keep_documents_from_towers(model: nn.Module) -> None:
 def _takes_documents(module: nn.Module) -> bool:
     """An output head does not, and the fused loss needs one without hooks."""
     parameters = inspect.signature(type(module).forward).parameters.values()
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name in _DOCUMENTS for p in parameters)
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name in BOUNDARIES for p in parameters)
 
 
 def _without_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args, {name: value for name, value in kwargs.items() if name not in _DOCUMENTS}
+    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
 def _without_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
+from opslot.trainer.callbacks.base import Callback, StepRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
+
+    from opslot.trainer.base import BaseTrainer
 
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -32,7 +34,7 @@ class ProgressCallback(Callback):
         self._clock_from: int | None = None
         self._last_line = 0.0
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: BaseTrainer) -> None:
         wanted = trainer.config.train.logging.progress
         if wanted == "bar" or (wanted == "auto" and self.console.is_terminal):
             self._bar = _make_bar(self.console)
@@ -41,7 +43,7 @@ class ProgressCallback(Callback):
             )
             self._bar.start()
 
-    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
         if self._bar is not None and self._task is not None:
             self._bar.update(
                 self._task,
@@ -64,11 +66,11 @@ class ProgressCallback(Callback):
             self._last_line = now
             self.console.print(self._line(trainer, record), highlight=False, soft_wrap=True)
 
-    def close(self, trainer: Trainer) -> None:
+    def close(self, trainer: BaseTrainer) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _line(self, trainer: Trainer, record: StepRecord) -> str:
+    def _line(self, trainer: BaseTrainer, record: StepRecord) -> str:
         assert self._clock_from is not None
         spent, done = time.monotonic() - self._started, record.step - self._clock_from
         expected = _rounded(trainer.expected_steps)

@@ -25,7 +25,7 @@ class ClassSlots:
     numbers: list[int] = field(default_factory=list)
 
 
-class Document:
+class EditedModule:
     """A LibCST module with its definitions addressed by symbol, and a record of which edit wrote what.
 
     Its definitions are parsed when they are used, or by `parse`.
