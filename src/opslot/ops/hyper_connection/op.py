@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opslot.ops._common.model_config import sizes_of
 from opslot.ops.hyper_connection.cases import (
     ADD_CASES,
     HEAD_CASES,
@@ -148,9 +149,7 @@ def _collapsed(pre: Tensor, streams: Tensor) -> Tensor:
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    config = request.config
-    sizes = {"streams": getattr(config, "hc_mult", None), "hidden_size": getattr(config, "hidden_size", None)}
-    return {k: v for k, v in sizes.items() if isinstance(v, int)} if all(sizes.values()) else None
+    return sizes_of(request.config, streams="hc_mult", hidden_size="hidden_size")
 
 
 def _collapse_cost(arguments: Mapping[str, Any]) -> Cost:
