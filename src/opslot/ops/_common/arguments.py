@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.errors import KernelError
+from opslot._base.kernel_launch import cdiv
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
 
@@ -59,6 +60,20 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     if rows.stride(1) != 1 and rows.shape[1] != 1:
         rows = rows.contiguous()
     return rows, rows.stride(0)
+
+
+def elementwise_layout(
+    block: int, *tensors: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, int, int], int]:
+    """(tensors as rows, columns and row strides, grid, blocks of a row); contiguous tensors are one long row."""
+    if all(x.is_contiguous() for x in tensors):
+        columns, rows, strides = tensors[0].numel(), 1, (0,) * len(tensors)
+    else:
+        columns = tensors[0].shape[-1]
+        rows = tensors[0].numel() // columns
+        tensors, strides = zip(*(as_rows(x) for x in tensors), strict=True)
+    blocks = cdiv(columns, block)
+    return tensors, (columns, *strides), (rows * blocks, 1, 1), blocks
 
 
 def adjacent(x: Tensor) -> Tensor:

@@ -7,6 +7,13 @@ from typing import Any
 from opslot.slots import KernelRequest
 
 
+def sizes_of(source: Any, **names: str) -> dict[str, int] | None:
+    """Sizes by name, from attributes of a config or module; None unless it has all of them."""
+    found = {key: getattr(source, name, None) for key, name in names.items()}
+    sizes = {key: size for key, size in found.items() if isinstance(size, int) and size}
+    return sizes if len(sizes) == len(names) else None
+
+
 def text_config(request: KernelRequest) -> Any:
     """The config of the language model; None without a config."""
     return language_config(request.config)
@@ -15,6 +22,13 @@ def text_config(request: KernelRequest) -> Any:
 def language_config(config: Any) -> Any:
     """The config of the language model in `config`, which may be any object or None."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def activation_width(request: KernelRequest, *projections: str) -> dict[str, int] | None:
+    """Width of the input of the first of the `projections` that an MLP has; None if it has none."""
+    widths = (getattr(getattr(request.module, name, None), "in_features", None) for name in projections)
+    width = next((width for width in widths if width is not None), None)
+    return None if width is None else {"width": width}
 
 
 def head_sizes(request: KernelRequest) -> dict[str, int] | None:
@@ -34,16 +48,11 @@ def config_head_sizes(config: Any) -> dict[str, int] | None:
 
 def latent_head_sizes(request: KernelRequest) -> dict[str, int] | None:
     """Heads of latent attention, and their channels without and with positions and of values; None if unknown."""
-    config = text_config(request)
     names = {"heads": "num_attention_heads", "nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "v": "v_head_dim"}
-    sizes = {key: getattr(config, name, None) for key, name in names.items()}
-    return {key: size for key, size in sizes.items() if size} if all(sizes.values()) else None
+    return sizes_of(text_config(request), **names)
 
 
 def partly_rotated_head_sizes(request: KernelRequest) -> dict[str, int] | None:
     """Query heads, and their channels without and with positions, where a config has the size of a whole head."""
-    config = text_config(request)
-    heads, width, rope = (
-        getattr(config, name, None) for name in ("num_attention_heads", "head_dim", "qk_rope_head_dim")
-    )
-    return {"heads": heads, "nope": width - rope, "rope": rope} if heads and width and rope else None
+    sizes = sizes_of(text_config(request), heads="num_attention_heads", nope="head_dim", rope="qk_rope_head_dim")
+    return None if sizes is None else {**sizes, "nope": sizes["nope"] - sizes["rope"]}

@@ -22,7 +22,7 @@ H200 = (9, 0)
 LIGER = Requirement("liger_kernel", "liger-kernel", ">=0.8")
 QUACK = Requirement("quack", "quack-kernels", ">=0.5")
 CUTLASS = Requirement("cutlass", "nvidia-cutlass-dsl")
-FLA = Requirement("fla", "fla-core")
+FLA = Requirement("fla", "fla-core", ">=0.6")
 
 
 def runs_triton(x: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from opslot.ops._common.arguments import copy_or_zero, in_autocast_dtype, reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.attention.compressed_call import LOG2E, CompressedCall, CompressedInputs
-from opslot.ops.attention.compressed_keys import keys_gradient
+from opslot.ops.attention.compressed_keys import BackwardInputs, keys_gradient
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.kernels.compressed_backward import launch_dq
 from opslot.ops.attention.kernels.compressed_forward import launch_forward
@@ -155,10 +155,11 @@ def _run_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, *arguments
         tile.warps,
     )
     if dkv is not None:
+        given = BackwardInputs(q, kv, dout, lse, delta, scale)
         near, far = dkv.split([call.window_keys, call.compressed], 1)
         for gradient, is_compressed in ((near, False), (far, True)):
             if gradient.shape[1]:
-                gradient.copy_(keys_gradient(call, q, kv, dout, lse, delta, scale, is_compressed))
+                gradient.copy_(keys_gradient(call, given, is_compressed))
     if dsinks is not None:
         assert sinks is not None
         weight = torch.exp2(sinks.float() * LOG2E - lse)

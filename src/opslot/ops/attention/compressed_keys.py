@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,27 +18,28 @@ _PARTS_BYTES = 1 << 30
 _ROWS_OF_SUM = 16
 
 
-def keys_gradient(
-    call: CompressedCall,
-    q: Tensor,
-    kv: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-    compressed: bool,
-) -> Tensor:
+class BackwardInputs(NamedTuple):
+    """What the gradient of keys is computed from."""
+
+    q: Tensor
+    kv: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    scale: float
+
+
+def keys_gradient(call: CompressedCall, inputs: BackwardInputs, compressed: bool) -> Tensor:
     """The gradient [B, W, D] of the keys of the window or [B, T, D] of the compressed keys, in float32."""
     # By blocks, every query reads all earlier compressed keys, half of all on average; by queries, those that it
     # selects, whose parts then pass through memory.
     if compressed and call.kind == INDICES and call.compressed > 3 * call.places:
-        return _by_query(call, q, kv, dout, lse, delta, scale)
-    return _by_block(call, q, kv, dout, lse, delta, scale, compressed)
+        return _by_query(call, inputs)
+    return _by_block(call, inputs, compressed)
 
 
-def _by_query(
-    call: CompressedCall, q: Tensor, kv: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, scale: float
-) -> Tensor:
+def _by_query(call: CompressedCall, inputs: BackwardInputs) -> Tensor:
+    q, kv, dout, lse, delta, scale = inputs
     selected = call.selected
     assert selected is not None
     tile, keys, places = call.plan.dkv, call.compressed, call.places
@@ -73,16 +76,8 @@ def _by_query(
     return found
 
 
-def _by_block(
-    call: CompressedCall,
-    q: Tensor,
-    kv: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-    compressed: bool,
-) -> Tensor:
+def _by_block(call: CompressedCall, inputs: BackwardInputs, compressed: bool) -> Tensor:
+    q, kv, dout, lse, delta, scale = inputs
     tile = call.plan.dkv
     keys = call.compressed if compressed else call.window_keys
     blocks = cdiv(keys, tile.keys)

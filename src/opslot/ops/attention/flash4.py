@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.custom_op import custom_op, once_differentiable
+from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops.attention.flash4_library import load_interface
 
 _INTERFACE = load_interface()
@@ -26,66 +26,38 @@ _ARGUMENTS = (
 _OPTIONS = [argument.split()[1] for argument in _ARGUMENTS.split(", ")]
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Output [B, S, N, D] or [T, N, D], and logsumexp [B, N, S] or [N, T] in float32."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return out, q.new_empty(lse, dtype=torch.float32)
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """Output [B, S, N, D] or [T, N, D], and logsumexp [B, N, S] or [N, T] in float32."""
     named = dict(zip(_OPTIONS, options, strict=True))
     # Later releases return more.
     out, lse, *_ = _INTERFACE._flash_attn_fwd(q, k, v, return_lse=True, **named)
     return out, lse
 
 
-def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _launch_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_backward(dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    named = dict(zip(_OPTIONS, options, strict=True))
+    q, k, v, *boundaries, out, lse = arguments[:7]
+    named = dict(zip(_OPTIONS, (*boundaries, *arguments[7:-3]), strict=True))
+    dout = torch.zeros_like(out) if dout is None else dout
     return _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **named)
 
 
-_forward = custom_op(
-    f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _launch, _forward_fake
+_attention = differentiable_op(
+    f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)",
+    allocate=_allocate,
+    launch=_launch,
+    launch_backward=_launch_backward,
+    allocate_gradients=lambda dout, dlse, *arguments: tuple(map(torch.empty_like, arguments[:3])),
+    in_place=False,
+    differentiable=3,
+    kept=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse"),
 )
-_backward = custom_op(
-    "flash_attention_4_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor dout, Tensor lse, Tensor? dlse, "
-    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    _launch_backward,
-    _backward_fake,
-)
-
-
-class _FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        return_lse: bool,
-        options: tuple[Any, ...],
-    ) -> Any:
-        out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        ctx.options = options
-        return (out, lse) if return_lse else out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        dq, dk, dv = _backward(q, k, v, out, dout, lse, dlse, cu_seqlens_q, cu_seqlens_k, *ctx.options)
-        return dq, dk, dv, None, None, None, None
 
 
 def flash_attn_func(
@@ -108,7 +80,8 @@ def flash_attn_func(
         The output, shaped as q; with `return_lse` also the logsumexp, float32 [B, N, S] or [N, T].
     """
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
-    return _FlashAttention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse, options)
+    out, lse = _attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+    return (out, lse) if return_lse else out
 
 
 flash_attn_varlen_func = flash_attn_func

@@ -15,8 +15,6 @@ from opslot.ops._common.specs import (
 from opslot.ops.chunk_gated_delta_rule.op import FLASH_QLA_WIDTH, OP, WIDEST_KEY, WIDEST_KEY_IN_99_KIB
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
-# Kimi delta attention with fewer key heads than value heads.
-_FLA_KIMI = Requirement("fla", "fla-core", ">=0.6")
 _BROKEN_ON_HOPPER = Requirement("triton", version=">=3.4,<3.7.1")
 _TILELANG = Requirement("tilelang")
 _FLASH_QLA = Requirement("flash_qla", "flash-qla", ">=0.1.3")
@@ -50,13 +48,16 @@ def _fits(request: KernelRequest) -> str | None:
 
 def _right_on_hopper(request: KernelRequest) -> str | None:
     """fla raises in backward if a Triton bug makes its gradients wrong, unless TileLang computes them."""
-    on_hopper = request.device.capability == (9, 0)
-    if not on_hopper or _BROKEN_ON_HOPPER.unsupported() or _TILELANG.unsupported() is None:
+    concerned = request.variant == "standard" and request.device.capability == (9, 0)
+    if not concerned or _BROKEN_ON_HOPPER.unsupported() or _TILELANG.unsupported() is None:
         return None
     return (
         "computes wrong gradients on Hopper with Triton 3.4 to 3.7.0 (flash-linear-attention issue 640); "
         "install Triton 3.7.1 or tilelang"
     )
+
+
+_FLASH_QLA_GPUS = frozenset({(9, 0), (10, 0), (10, 3), (12, 0), (12, 1)})
 
 
 def _supports_flash_qla(request: KernelRequest) -> str | None:
@@ -80,9 +81,6 @@ def _priority(request: KernelRequest) -> int | None:
     return 80 if request.dtype in measured else None
 
 
-_FLASH_QLA_GPUS = frozenset({(9, 0), (10, 0), (10, 3), (12, 0), (12, 1)})
-_BF16 = frozenset({torch.bfloat16})
-
 KERNEL_REGISTRY.register_op(OP)
 add_triton_kernel(
     OP,
@@ -96,20 +94,9 @@ add_gpu_kernel(
     "fla",
     "fla:chunk_gated_delta_rule",
     (FLA, TRITON),
-    ["standard"],
-    dtypes=_BF16,
+    dtypes=frozenset({torch.bfloat16}),
     supports=lambda request: _keys_fit(request) or _right_on_hopper(request),
     description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",
-)
-add_gpu_kernel(
-    OP,
-    "fla",
-    "fla:chunk_gated_delta_rule",
-    (_FLA_KIMI, TRITON),
-    ["per_channel"],
-    dtypes=_BF16,
-    supports=_keys_fit,
-    description="flash-linear-attention's Kimi delta attention, packed documents by cu_seqlens",
 )
 add_gpu_kernel(
     OP,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import ConfigError, KernelError
-from opslot.ops.cross_entropy_loss.contract import shifted
+from opslot.ops.cross_entropy_loss.contract import loss_variants
 from opslot.ops.cross_entropy_loss.low_rank import linear_of
 from opslot.ops.cross_entropy_loss.op import log_probs_of, scaled_and_capped
 from opslot.slots import protocol
@@ -143,24 +143,10 @@ class _TokenLoss:
         self.head, self.around = head, around
         return True
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor | None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        **kwargs: Any,
-    ) -> Tensor:
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = shifted(labels, ignore_index)
-        shift_labels = shift_labels.reshape(hidden_states.shape[:-1]).to(hidden_states.device)
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        inputs, num_items, _ = _inputs_of(*args, **kwargs)
+        hidden_states, weight, bias, labels, ignore_index, softcap, logit_scale, _ = inputs
+        labels = labels.reshape(hidden_states.shape[:-1]).to(hidden_states.device)
         # cap * tanh(scale * z / cap) / T is a softcap too.
         softcap, logit_scale = softcap / self.temperature if softcap else None, logit_scale / self.temperature
         if self.kernel is not None and self.kernel.can_serve(self.model, self.head, *self.around):
@@ -170,7 +156,7 @@ class _TokenLoss:
                 weight,
                 None,
                 ignore_index=ignore_index,
-                shift_labels=shift_labels,
+                shift_labels=labels,
                 bias=bias,
                 softcap=softcap,
                 logit_scale=logit_scale,
@@ -181,7 +167,11 @@ class _TokenLoss:
             if bias is not None and linear_of(self.head).bias is None:
                 logits = logits + bias
             logits = scaled_and_capped(logits, softcap, logit_scale)
-            self.values = log_probs_of(logits, shift_labels, ignore_index)
-        divisor = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+            self.values = log_probs_of(logits, labels, ignore_index)
+        divisor = (labels != ignore_index).sum() if num_items is None else num_items
         divisor = divisor.to(hidden_states.device).reshape(()) if isinstance(divisor, Tensor) else divisor
         return -self.values[0].sum() / divisor
+
+
+# The arguments of the variant `causal` as (inputs, num_items_in_batch, label_smoothing).
+_inputs_of: Callable[..., Any] = loss_variants(lambda *given: given, __name__)[0]  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
 
 OP = "hyper_connection"
 _REASON = "combines streams in another way than the reviewed forms"
@@ -19,37 +19,16 @@ _HEAD_PARAMETERS = "{0}, self.hc_fn, self.hc_base, self.hc_scale, self.input_nor
 _SINKHORN = "pre, post and a matrix made doubly stochastic, and the collapsed streams"
 _INDEPENDENT = "pre and post, and the collapsed streams"
 _ROWS = (
-    Reviewed(
-        "9c95a6496baa",
-        "sinkhorn",
-        _SINKHORN,
-        "deepseek_v4, glm5_next before 5.20",
-        _NORMED,
-        f"{_PARAMETERS}, self.hc_sinkhorn_iters",
+    *(
+        Reviewed(hash_, "sinkhorn", _SINKHORN, seen, _NORMED, f"{_PARAMETERS}, self.hc_sinkhorn_iters")
+        for hash_, seen in (
+            ("9c95a6496baa", "deepseek_v4, glm5_next before 5.20"),
+            ("c897b0d379e6", "deepseek_v4, glm5_next"),
+        )
     ),
-    Reviewed(
-        "c897b0d379e6",
-        "sinkhorn",
-        _SINKHORN,
-        "deepseek_v4, glm5_next",
-        _NORMED,
-        f"{_PARAMETERS}, self.hc_sinkhorn_iters",
-    ),
-    Reviewed(
-        "659c45990f4f",
-        "independent",
-        _INDEPENDENT,
-        "hy_v4 before 5.20",
-        _FACTOR,
-        f"{_PARAMETERS}, self.hc_post_magnitude",
-    ),
-    Reviewed(
-        "4707658464f1",
-        "independent",
-        _INDEPENDENT,
-        "hy_v4, hy_v4_vl",
-        _FACTOR,
-        f"{_PARAMETERS}, self.hc_post_magnitude",
+    *(
+        Reviewed(hash_, "independent", _INDEPENDENT, seen, _FACTOR, f"{_PARAMETERS}, self.hc_post_magnitude")
+        for hash_, seen in (("659c45990f4f", "hy_v4 before 5.20"), ("4707658464f1", "hy_v4, hy_v4_vl"))
     ),
     Reviewed("bb82cfcd4254", "head", "streams times pre, summed", "deepseek_v4", _NORMED, _HEAD_PARAMETERS),
     Reviewed("f598a2bcead9", "head", "streams times pre, summed", "hy_v4 before 5.20", _FACTOR, _HEAD_PARAMETERS),
@@ -71,29 +50,13 @@ _EXPRESSIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Collapses:
-    """Classes whose `forward` collapses streams that `self.input_norm` normalizes."""
+class Collapses(MethodForms):
+    """Classes whose `forward` collapses streams; `Reviewed.helper` is the fingerprint of the norm's forward."""
 
-    rows: tuple[Reviewed, ...]
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, forward in module.methods():
-            text = module.text(forward)
-            if "self.input_norm(" not in text or "sigmoid" not in text:
-                continue
-            norm = re.search(r"self\.input_norm = (\w+)\(", module.text(f"{name}.__init__"))
-            key = module.fingerprint(forward), module.fingerprint(f"{norm[1]}.forward") if norm else None
-            row = next((row for row in self.rows if (row.hash, row.helper) == key), None)
-            if row is None:
-                yield Skip(name, OP, _REASON)
-                continue
-            args = row.args.format(*module.parameters(forward))
-            yield Match(name, OP, row.variant, partial(_write_method, forward, row, args))
-
-
-def _write_method(method: str, row: Reviewed, args: str, patch: PatchConfig) -> None:
-    patch.slot_method(method, Slot(OP, row.variant), args=args, expects=row.hash)
+    def row(self, module: ModuleView, name: str) -> Reviewed | None:
+        norm = re.search(rf"self\.{self.helper} = (\w+)\(", module.text(f"{name}.__init__"))
+        key = module.fingerprint(f"{name}.forward"), module.fingerprint(f"{norm[1]}.forward") if norm else None
+        return next((row for row in self.rows if (row.hash, row.helper) == key), None)
 
 
 @dataclass(frozen=True)
@@ -117,4 +80,13 @@ def _write_expression(method: str, variant: str, pattern: str, args: str, count:
     patch.slot_expr(method, Slot(OP, variant), pattern, args=args, count=count)
 
 
-FORMS = (Collapses(_ROWS), NextStreams())
+FORMS = (
+    Collapses(
+        op=OP,
+        rows=_ROWS,
+        helper="input_norm",
+        candidate=lambda name, text: "self.input_norm(" in text and "sigmoid" in text,
+        reason=_REASON,
+    ),
+    NextStreams(),
+)

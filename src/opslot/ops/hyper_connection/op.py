@@ -10,12 +10,13 @@ Shapes: B batch, S tokens, N streams, D hidden size, M coefficients of a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from opslot.ops._common.model_config import sizes_of
 from opslot.ops.hyper_connection.cases import (
     ADD_CASES,
     HEAD_CASES,
@@ -25,7 +26,7 @@ from opslot.ops.hyper_connection.cases import (
     collapse_benchmark_case,
     mix_benchmark_case,
 )
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def sinkhorn(
@@ -148,9 +149,7 @@ def _collapsed(pre: Tensor, streams: Tensor) -> Tensor:
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    config = request.config
-    sizes = {"streams": getattr(config, "hc_mult", None), "hidden_size": getattr(config, "hidden_size", None)}
-    return {k: v for k, v in sizes.items() if isinstance(v, int)} if all(sizes.values()) else None
+    return sizes_of(request.config, streams="hc_mult", hidden_size="hidden_size")
 
 
 def _collapse_cost(arguments: Mapping[str, Any]) -> Cost:
@@ -167,58 +166,52 @@ def _mix_cost(arguments: Mapping[str, Any]) -> Cost:
     return Cost(bytes=(5 if "comb" in arguments else 3) * size + 3 * of_output)
 
 
+def _variant(
+    reference: Callable[..., Any],
+    cases: list[InputCase],
+    differentiable: tuple[str, ...],
+    cost: Callable[..., Cost],
+    description: str,
+    benchmark_case: Callable[..., InputCase] | None = None,
+) -> OpVariant:
+    """A variant named after its reference."""
+    return OpVariant(
+        reference.__name__,
+        reference,
+        cases,
+        differentiable,
+        cost,
+        static_shape=_static_shape,
+        benchmark_case=benchmark_case,
+        description=description,
+    )
+
+
 _PARAMETERS = ("streams", "fn", "base", "scale")
+_VARIANTS = (
+    _variant(
+        sinkhorn,
+        SINKHORN_CASES,
+        _PARAMETERS,
+        _collapse_cost,
+        "collapse; streams are mixed by a doubly stochastic matrix (DeepSeek-V4, GLM-5.3)",
+        collapse_benchmark_case,
+    ),
+    _variant(independent, INDEPENDENT_CASES, _PARAMETERS, _collapse_cost, "collapse; streams are not mixed (HY-V4)"),
+    _variant(head, HEAD_CASES, _PARAMETERS, _collapse_cost, "collapse before the last norm (DeepSeek-V4, HY-V4)"),
+    _variant(
+        mix,
+        MIX_CASES,
+        ("post", "comb", "output", "streams"),
+        _mix_cost,
+        "streams mixed by a matrix, plus a layer's output (DeepSeek-V4, GLM-5.3)",
+        mix_benchmark_case,
+    ),
+    _variant(add, ADD_CASES, ("post", "output", "streams"), _mix_cost, "streams plus a layer's output (HY-V4)"),
+)
 
 OP = OpSpec(
     name="hyper_connection",
     description="residual of several streams: collapse into a layer's input, and the way back",
-    variants={
-        "sinkhorn": OpVariant(
-            "sinkhorn",
-            sinkhorn,
-            SINKHORN_CASES,
-            _PARAMETERS,
-            _collapse_cost,
-            static_shape=_static_shape,
-            benchmark_case=collapse_benchmark_case,
-            description="collapse; streams are mixed by a doubly stochastic matrix (DeepSeek-V4, GLM-5.3)",
-        ),
-        "independent": OpVariant(
-            "independent",
-            independent,
-            INDEPENDENT_CASES,
-            _PARAMETERS,
-            _collapse_cost,
-            static_shape=_static_shape,
-            description="collapse; streams are not mixed (HY-V4)",
-        ),
-        "head": OpVariant(
-            "head",
-            head,
-            HEAD_CASES,
-            _PARAMETERS,
-            _collapse_cost,
-            static_shape=_static_shape,
-            description="collapse before the last norm (DeepSeek-V4, HY-V4)",
-        ),
-        "mix": OpVariant(
-            "mix",
-            mix,
-            MIX_CASES,
-            ("post", "comb", "output", "streams"),
-            _mix_cost,
-            static_shape=_static_shape,
-            benchmark_case=mix_benchmark_case,
-            description="streams mixed by a matrix, plus a layer's output (DeepSeek-V4, GLM-5.3)",
-        ),
-        "add": OpVariant(
-            "add",
-            add,
-            ADD_CASES,
-            ("post", "output", "streams"),
-            _mix_cost,
-            static_shape=_static_shape,
-            description="streams plus a layer's output (HY-V4)",
-        ),
-    },
+    variants={variant.name: variant for variant in _VARIANTS},
 )

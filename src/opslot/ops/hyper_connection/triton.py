@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
 from opslot.ops._common.arguments import reject, require_floats
-from opslot.ops._common.custom_op import differentiable_op, launch_op, once_differentiable
+from opslot.ops._common.custom_op import differentiable_op, empty_gradients, launch_op, once_differentiable
 from opslot.ops._common.row_tiles import aligned_rows
 from opslot.ops.hyper_connection.kernels import collapse
 from opslot.ops.hyper_connection.kernels import mix as mixing
@@ -270,8 +270,9 @@ _collapse_op = differentiable_op(
 )
 
 
-def _allocate_mix(post: Tensor, comb: Tensor | None, output: Tensor, streams: Tensor) -> Tensor:
-    return torch.empty_like(streams)
+def _allocate_next(post: Tensor, *others: Tensor) -> Tensor:
+    """The next streams; the present ones are the last of `others`."""
+    return torch.empty_like(others[-1])
 
 
 def _run_mix(out: Tensor, post: Tensor, comb: Tensor | None, output: Tensor, streams: Tensor) -> None:
@@ -316,33 +317,22 @@ def _run_mix_backward(
     )
 
 
-def _mix_gradients(
-    dnext: Tensor, post: Tensor, comb: Tensor | None, output: Tensor, streams: Tensor, *_: bool
-) -> tuple[Tensor | None, ...]:
-    dcomb = None if comb is None else torch.empty_like(comb)
-    dstreams = None if comb is None else torch.empty_like(streams)
-    return torch.empty_like(post), dcomb, output.new_empty(output.shape), dstreams
+def _mix_gradients(dnext: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """All, in any case."""
+    return empty_gradients(arguments[:4], [True] * 4)
 
 
 _mix = differentiable_op(
     "hyper_connection_mix(Tensor post, Tensor comb, Tensor output, Tensor streams) -> Tensor",
-    allocate=_allocate_mix,
+    allocate=_allocate_next,
     launch=_run_mix,
     launch_backward=_run_mix_backward,
     allocate_gradients=_mix_gradients,
 )
 
 
-def _allocate_add(post: Tensor, output: Tensor, streams: Tensor) -> Tensor:
-    return torch.empty_like(streams)
-
-
 def _run_add(out: Tensor, post: Tensor, output: Tensor, streams: Tensor) -> None:
     _run_mix(out, post, None, output, streams)
-
-
-def _allocate_add_gradients(dnext: Tensor, post: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(post), output.new_empty(output.shape)
 
 
 def _run_add_backward(gradients: tuple[Tensor, Tensor], dnext: Tensor, post: Tensor, output: Tensor) -> None:
@@ -351,11 +341,11 @@ def _run_add_backward(gradients: tuple[Tensor, Tensor], dnext: Tensor, post: Ten
 
 
 _add_forward = launch_op(
-    "hyper_connection_add(Tensor post, Tensor output, Tensor streams) -> Tensor", _allocate_add, _run_add
+    "hyper_connection_add(Tensor post, Tensor output, Tensor streams) -> Tensor", _allocate_next, _run_add
 )
 _add_backward = launch_op(
     "hyper_connection_add_backward(Tensor dnext, Tensor post, Tensor output) -> (Tensor, Tensor)",
-    _allocate_add_gradients,
+    lambda dnext, *tensors: empty_gradients(tensors, (True, True)),
     _run_add_backward,
 )
 

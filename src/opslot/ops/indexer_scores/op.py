@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opslot.ops._common.model_config import sizes_of
 from opslot.ops.indexer_scores.cases import BLOCK_CASES, CASES, benchmark_case
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
@@ -72,11 +73,7 @@ def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Te
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    sizes = {
-        "heads": getattr(request.config, "index_n_heads", None),
-        "head_dim": getattr(request.config, "index_head_dim", None),
-    }
-    return {name: size for name, size in sizes.items() if isinstance(size, int)} if all(sizes.values()) else None
+    return sizes_of(request.config, heads="index_n_heads", head_dim="index_head_dim")
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:

@@ -19,6 +19,7 @@ from opslot._base.errors import KernelError
 from opslot.ops._common.activations import activation_in, activation_name
 from opslot.ops._common.cost import elementwise_cost
 from opslot.ops._common.hooks import has_own_hooks
+from opslot.ops._common.model_config import activation_width
 from opslot.ops.mlp_activation.cases import (
     RELU2_CASES,
     XIELU_CASES,
@@ -90,10 +91,7 @@ def _called(activation: Any) -> str:
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    names = ("down_proj", "fc2", "linear_fc2", "c_proj")
-    widths = (getattr(getattr(request.module, name, None), "in_features", None) for name in names)
-    width = next((width for width in widths if width is not None), None)
-    return None if width is None else {"width": width}
+    return activation_width(request, "down_proj", "fc2", "linear_fc2", "c_proj")
 
 
 OP = OpSpec(

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot._base.kernel_launch import KernelLauncher, cdiv
+from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.aligned_rows import empty_rows_like, mark_padded, zero_padding
-from opslot.ops._common.arguments import as_rows, autocast_dtype, reject, require_floats
+from opslot.ops._common.arguments import autocast_dtype, elementwise_layout, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
 
 _BLOCK = 1024
@@ -196,28 +196,16 @@ _xielu_backward_launcher = KernelLauncher(_xielu_backward_kernel)
 _xielu_alphas_launcher = KernelLauncher(_xielu_alphas_kernel)
 
 
-def _layout(block: int, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, int, int], int]:
-    """(tensors as rows, columns and row strides, grid, blocks of a row); contiguous tensors are one long row."""
-    if all(x.is_contiguous() for x in tensors):
-        columns, rows, strides = tensors[0].numel(), 1, (0,) * len(tensors)
-    else:
-        columns = tensors[0].shape[-1]
-        rows = tensors[0].numel() // columns
-        tensors, strides = zip(*(as_rows(x) for x in tensors), strict=True)
-    blocks = cdiv(columns, block)
-    return tensors, (columns, *strides), (rows * blocks, 1, 1), blocks
-
-
 def _launch_relu2(out: Tensor, x: Tensor) -> None:
     if out.numel():
-        tensors, strides, grid, blocks = _layout(_BLOCK, x, out)
+        tensors, strides, grid, blocks = elementwise_layout(_BLOCK, x, out)
         _relu2_launcher(grid, tensors, strides, (blocks,), (_BLOCK,), _WARPS)
         zero_padding(out)
 
 
 def _launch_relu2_backward(dx: Tensor, dout: Tensor, x: Tensor) -> None:
     if dx.numel():
-        tensors, strides, grid, blocks = _layout(_BLOCK, dout, x, dx)
+        tensors, strides, grid, blocks = elementwise_layout(_BLOCK, dout, x, dx)
         _relu2_backward_launcher(grid, tensors, strides, (blocks,), (_BLOCK,), _WARPS)
         zero_padding(dx)
 
@@ -226,7 +214,7 @@ def _launch_xielu(
     out: Tensor, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor, keep_dtype: bool
 ) -> None:
     if out.numel():
-        (x, rows), strides, grid, blocks = _layout(_XIELU_BLOCK, x, out)
+        (x, rows), strides, grid, blocks = elementwise_layout(_XIELU_BLOCK, x, out)
         tensors = (x, alpha_p, alpha_n, beta, eps, rows)
         _xielu_launcher(grid, tensors, strides, (blocks,), (_XIELU_BLOCK,), _WARPS)
         zero_padding(out)
@@ -250,7 +238,7 @@ def _launch_xielu_backward(
             if dalpha is not None:
                 dalpha.zero_()
         return
-    (dout, x, target), strides, grid, blocks = _layout(_XIELU_BLOCK, dout, x, dout if dx is None else dx)
+    (dout, x, target), strides, grid, blocks = elementwise_layout(_XIELU_BLOCK, dout, x, dout if dx is None else dx)
     programs = grid[0]
     partial = x.new_empty(2, programs, dtype=torch.float32) if need_alphas else alpha_p
     tensors = (dout, x, alpha_p, alpha_n, beta, eps, target, partial)

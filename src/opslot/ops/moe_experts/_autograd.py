@@ -51,12 +51,13 @@ GATING = (
 
 
 def differentiable(
-    name: str, forward: Forward, backward: Backward, fake: Forward
+    name: str, forward: Forward, backward: Backward, fake: Forward, module: str = ""
 ) -> Callable[[Tensor, Experts, Tensor, Tensor], Tensor]:
     """Register opslot::<name> and its backward; returns a function of tokens, experts, indices and routing weights.
 
     Args:
         fake: `forward` on fake tensors: empty tensors of the right shapes; the output's is like hidden_states.
+        module: name of the module that holds the kernel, for error messages; default that of `forward`.
     """
     shapes = ((1, 1), (1, 2, 1), (1, 1, 1), (1, 1), (1, 1))
     x, gate_up, down, index, weights = (torch.empty(shape, device="meta") for shape in shapes)
@@ -85,7 +86,7 @@ def differentiable(
         launch=unpacked(forward),
         launch_backward=run_backward,
         in_place=False,
-        module=forward.__module__,
+        module=module or forward.__module__,
         differentiable=len(Grads._fields),
         kept=(*[tensor.split()[1] for tensor in TENSORS.split(", ")], *saved),
         returned=1,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opslot._base.tensor_cache import TensorCache
-from opslot.ops.moe_experts._autograd import Grads, Wanted, differentiable
+from opslot.ops.moe_experts._autograd import Backward, Forward, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts._gating import empty_parts
 from opslot.ops.moe_experts.contract import Experts, variants
@@ -93,14 +93,26 @@ add_adapters(
 )
 
 
-def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
-    return forward_grouped(_gemm_for(x, experts), x, experts, index, weights)
+def forward_and_backward(gemm_for: Callable[[Tensor, Experts], GroupedGemm]) -> tuple[Forward, Backward]:
+    """Both for `differentiable`, with the grouped GEMM that `gemm_for` selects by tokens and weights."""
 
+    def call(x: Tensor, experts: Experts, weights: Tensor, rows: _SortedRows) -> ExpertsCall:
+        return ExpertsCall(x, experts, weights, [None] * (len(experts.gate_up_weights) + 1), rows)
 
-def _backward(
-    grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
-) -> Grads:
-    return backward_grouped(_gemm_for(x, experts), grad, x, experts, weights, saved, wanted)
+    def run(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
+        rows = _SortedRows.sorted(index, experts, gemm_for(x, experts))
+        return *forward(call(x, experts, weights, rows)), rows.pair, rows.ends
+
+    def run_backward(
+        grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
+    ) -> Grads:
+        *parts, pair, ends = saved
+        rows = _SortedRows(pair, ends, weights.shape, gemm_for(x, experts))
+        inputs, of_weights, of_biases = wanted
+        needs = inputs, of_weights, of_weights, True, of_weights, of_biases, of_biases
+        return Grads(*backward(grad.contiguous(), call(x, experts, weights, rows), parts, needs)[:7])  # type: ignore[arg-type]
+
+    return run, run_backward
 
 
 def fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
@@ -110,32 +122,6 @@ def fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs
         index.new_empty(index.numel(), dtype=torch.int64),
         index.new_empty(experts.sizes[0], dtype=torch.int32),
     )
-
-
-def forward_grouped(gemm: GroupedGemm, x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
-    rows = _SortedRows.sorted(index, experts, gemm)
-    return *forward(_call(x, experts, weights, rows)), rows.pair, rows.ends
-
-
-def backward_grouped(
-    gemm: GroupedGemm,
-    grad: Tensor,
-    x: Tensor,
-    experts: Experts,
-    weights: Tensor,
-    saved: Sequence[Tensor],
-    wanted: Wanted,
-) -> Grads:
-    """`saved`: the outputs of `forward_grouped` after the first."""
-    *parts, pair, ends = saved
-    call = _call(x, experts, weights, _SortedRows(pair, ends, weights.shape, gemm))
-    inputs, of_weights, of_biases = wanted
-    needs = inputs, of_weights, of_weights, True, of_weights, of_biases, of_biases
-    return Grads(*backward(grad.contiguous(), call, parts, needs)[:7])  # type: ignore[arg-type]
-
-
-def _call(x: Tensor, experts: Experts, weights: Tensor, rows: _SortedRows) -> ExpertsCall:
-    return ExpertsCall(x, experts, weights, [None] * (len(experts.gate_up_weights) + 1), rows)
 
 
 def _gemm_for(x: Tensor, experts: Experts) -> GroupedGemm:
@@ -182,4 +168,5 @@ def _segments(ends: Tensor) -> list[tuple[int, slice]]:
     return found
 
 
+_forward, _backward = forward_and_backward(_gemm_for)
 _experts = differentiable("moe_grouped_mm", _forward, _backward, fake)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch_npu
 from torch import Tensor
 
 from opslot.ops._common.specs import HALF_FLOATS
-from opslot.ops.moe_experts._autograd import Grads, Wanted, differentiable
+from opslot.ops.moe_experts._autograd import differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.contract import Experts, variants
-from opslot.ops.moe_experts.grouped_mm import Outputs, backward_grouped, fake, forward_grouped
+from opslot.ops.moe_experts.grouped_mm import fake, forward_and_backward
 
 
 def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -37,14 +35,4 @@ def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     )[0]
 
 
-def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
-    return forward_grouped(_gemm, x, experts, index, weights)
-
-
-def _backward(
-    grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
-) -> Grads:
-    return backward_grouped(_gemm, grad.contiguous(), x, experts, weights, saved, wanted)
-
-
-_experts = differentiable("moe_fused_npu", _forward, _backward, fake)
+_experts = differentiable("moe_fused_npu", *forward_and_backward(lambda x, experts: _gemm), fake, module=__name__)

@@ -123,16 +123,17 @@ def gptj_cases() -> list[InputCase]:
     ]
 
 
+def _changed(case: InputCase, change: Callable[[dict[str, Any]], dict[str, Any]], **fields: Any) -> InputCase:
+    """The case with other arguments, made of its own."""
+    return replace(case, make=lambda *inputs: change(case.make(*inputs)), **fields)
+
+
 def _latent_case(name: str, sizes: tuple[int, int, int, int, int], rotary: int, **options: Any) -> InputCase:
     """A `_case` whose keys have the last `rotary` channels of a head alone, behind others of the same projection."""
-    case = _case(name, sizes, rotary=rotary, **options)
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        made = case.make(dtype, device, generator)
-        return {**made, "k": made["k"][..., -rotary:]}
-
     heads, _, width = sizes[2:]
-    return replace(case, make=make, shape={"heads": heads, "nope": width - rotary, "rope": rotary, "v": width - rotary})
+    shape = {"heads": heads, "nope": width - rotary, "rope": rotary, "v": width - rotary}
+    case = _case(name, sizes, rotary=rotary, **options)
+    return _changed(case, lambda made: {**made, "k": made["k"][..., -rotary:]}, shape=shape)
 
 
 def latent_cases(cos_layout: str = "twice") -> list[InputCase]:
@@ -215,32 +216,25 @@ def make_norm_benchmark_case(ratio: int) -> Callable[[Mapping[str, int], int], I
 
 def as_single(case: InputCase) -> InputCase:
     """The case with `x` instead of q and k."""
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        made = case.make(dtype, device, generator)
-        return {"x" if name == "q" else name: value for name, value in made.items() if name != "k"}
-
-    return replace(case, make=make)
+    return _changed(case, lambda made: {"x" if name == "q" else name: x for name, x in made.items() if name != "k"})
 
 
 def _as_vision(case: InputCase) -> InputCase:
     """A [1, heads, S, D] case without its batch and in [S, heads, D] order."""
 
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        made = case.make(dtype, device, generator)
+    def change(made: dict[str, Any]) -> dict[str, Any]:
         return {name: x.squeeze(0).transpose(0, 1) if name in ("q", "k") else x.squeeze(0) for name, x in made.items()}
 
-    return InputCase(case.name, make, case.role)
+    return _changed(case, change, shape=None)
 
 
 def _with_rows(case: InputCase) -> InputCase:
     """A [B, heads, S, D] case in [B, S, heads, D] order, with `cos` and `sin` [S, D]."""
 
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        made = case.make(dtype, device, generator)
+    def change(made: dict[str, Any]) -> dict[str, Any]:
         return {name: x.transpose(1, 2) if name in ("q", "k") else x[0] for name, x in made.items()}
 
-    return InputCase(case.name, make, case.role)
+    return _changed(case, change, shape=None)
 
 
 VISION_CASES = [

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from opslot.ops._common.fused_norms import can_serve
 from opslot.ops._common.model_config import head_sizes, latent_head_sizes, partly_rotated_head_sizes
+from opslot.ops.rms_norm import op as rms_norm
 from opslot.ops.rotary_pos_emb.cases import (
     MULTIMODAL_CASES,
     VISION_CASES,
@@ -193,17 +194,6 @@ def multimodal(
     return full(q, k, merge_sections(cos, mrope_section), merge_sections(sin, mrope_section), unsqueeze_dim)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: bool, cast_after_weight: bool) -> Tensor:
-    """As the variants `standard`, `weight_offset` and `cast_after_weight` of rms_norm."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if weight_offset:
-        return (normalized * (1.0 + weight.to(normalized.dtype))).to(x.dtype)
-    if cast_after_weight:
-        return (weight.to(normalized.dtype) * normalized).to(x.dtype)
-    return weight * normalized.to(x.dtype)
-
-
 def _with_norm(rotate: Callable[..., Any], description: str, *, norm_last: bool = False) -> OpVariant:
     """The variant of `rotate` that also computes the RMSNorms of the heads of q and k, before or after it."""
 
@@ -227,9 +217,9 @@ def _with_norm(rotate: Callable[..., Any], description: str, *, norm_last: bool 
             cast_after_weight: multiply by the weight in fp32, cast last.
         """
 
-        def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-            return _rms_norm(x, weight, eps, weight_offset, cast_after_weight)
-
+        norm = rms_norm.standard
+        if weight_offset or cast_after_weight:
+            norm = rms_norm.weight_offset if weight_offset else rms_norm.cast_after_weight
         if norm_last:
             q, k = rotate(q, k, cos, sin, unsqueeze_dim)
             return norm(q, q_weight, q_eps), norm(k, k_weight, k_eps)

@@ -188,11 +188,7 @@ def multimodal(
 
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`op.vision` for float32, bfloat16 and float16, computed in fp32."""
-    batched = [(x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2) for x in (q, k)]
-    cos_sin = [x if x.ndim == 3 else x.unsqueeze(0) for x in (cos, sin)]
-    check(batched[0], batched[1], cos_sin[0], cos_sin[1])
-    rotary = cos.shape[-1]
-    if rotary % 2 or rotary > q.shape[-1]:
-        reject(LABEL, "cos", f"it has {rotary} channels for heads of {q.shape[-1]}", "use eager")
-    q_out, k_out = (x.transpose(1, 2) for x in _Rotary.apply(*batched, *cos_sin, True, rotary, False, False, False))
+    q4, k4 = (x if x.ndim == 4 else x.unsqueeze(0) for x in (q, k))
+    cos3, sin3 = (x if x.ndim == 3 else x.unsqueeze(0) for x in (cos, sin))
+    q_out, k_out = _apply(q4, k4, cos3, sin3, 2, partial=True, keep_dtype=True)
     return (q_out, k_out) if q.ndim == 4 else (q_out.squeeze(0), k_out.squeeze(0))

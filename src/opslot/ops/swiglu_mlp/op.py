@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.activations import Activation, activate, activation_in, activation_name, activation_problem
+from opslot.ops._common.model_config import activation_width
 from opslot.ops.swiglu_mlp.cases import (
     CASES,
     CLAMPED_CASES,
@@ -71,10 +72,7 @@ def activation_of(request: KernelRequest) -> str | None:
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    names = ("down_proj", "output_linear", "Wo", "wo", "fc2")
-    widths = (getattr(getattr(request.module, name, None), "in_features", None) for name in names)
-    width = next((width for width in widths if width is not None), None)
-    return None if width is None else {"width": width}
+    return activation_width(request, "down_proj", "output_linear", "Wo", "wo", "fc2")
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot._base.kernel_launch import KernelLauncher, cdiv
+from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.activations import Activation, activation_name, activation_problem
 from opslot.ops._common.aligned_rows import empty_rows_like, mark_padded, zero_padding
-from opslot.ops._common.arguments import as_rows, reject, require_floats
+from opslot.ops._common.arguments import elementwise_layout, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.triton_activations import activation as activate
 from opslot.ops._common.triton_activations import activation_and_slope, is_below_limit
@@ -111,25 +111,13 @@ _forward_launcher = KernelLauncher(_forward_kernel)
 _backward_launcher = KernelLauncher(_backward_kernel)
 
 
-def _layout(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, int, int], int]:
-    """(tensors as rows, columns and row strides, grid, blocks of a row); contiguous tensors are one long row."""
-    if all(x.is_contiguous() for x in tensors):
-        columns, rows, strides = tensors[0].numel(), 1, (0,) * len(tensors)
-    else:
-        columns = tensors[0].shape[-1]
-        rows = tensors[0].numel() // columns
-        tensors, strides = zip(*(as_rows(x) for x in tensors), strict=True)
-    blocks = cdiv(columns, _BLOCK)
-    return tensors, (columns, *strides), (rows * blocks, 1, 1), blocks
-
-
 # limit, alpha and up_offset of `op.clamped`; without them nothing is clamped.
 _NOT_CLAMPED = (0.0, 1.0, 0.0)
 
 
 def _launch(out: Tensor, gate: Tensor, up: Tensor, activation: str, *clamp: float) -> None:
     if out.numel():
-        tensors, strides, grid, blocks = _layout(gate, up, out)
+        tensors, strides, grid, blocks = elementwise_layout(_BLOCK, gate, up, out)
         scalars = (blocks, *(clamp or _NOT_CLAMPED))
         _forward_launcher(grid, tensors, strides, scalars, (activation, bool(clamp), _BLOCK), _WARPS)
         zero_padding(out)
@@ -142,7 +130,7 @@ def _launch_backward(
     clamp, (dgate, dup) = rest[:-2], gradients
     if dout.numel():
         targets = (dout if dgate is None else dgate, dout if dup is None else dup)
-        tensors, strides, grid, blocks = _layout(dout, gate, up, *targets)
+        tensors, strides, grid, blocks = elementwise_layout(_BLOCK, dout, gate, up, *targets)
         scalars = (blocks, *(clamp or _NOT_CLAMPED))
         constants = (activation, bool(clamp), dgate is not None, dup is not None, _BLOCK)
         _backward_launcher(grid, tensors, strides, scalars, constants, _WARPS)

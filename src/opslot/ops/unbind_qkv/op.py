@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from opslot.ops._common.model_config import sizes_of
 from opslot.ops.unbind_qkv.cases import CASES, SLICED_CASES, benchmark_case, sliced_benchmark_case
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
@@ -30,15 +31,13 @@ def sliced(qkv: Tensor, query_end: int, key_end: int, head_dim: int) -> tuple[Te
 
 
 def _grouped_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    heads = getattr(request.config, "num_attention_heads", None)
-    names = ("num_key_value_heads", "head_dim")
-    sizes = {"heads": heads, **{name: getattr(request.module, name, None) for name in names}}
-    return {k: v for k, v in sizes.items() if isinstance(v, int)} if all(sizes.values()) else None
+    heads = sizes_of(request.config, heads="num_attention_heads")
+    others = sizes_of(request.module, num_key_value_heads="num_key_value_heads", head_dim="head_dim")
+    return None if heads is None or others is None else heads | others
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    heads, width = (getattr(request.module, name, None) for name in ("num_heads", "head_dim"))
-    return {"heads": heads, "head_dim": width} if isinstance(heads, int) and isinstance(width, int) else None
+    return sizes_of(request.module, heads="num_heads", head_dim="head_dim")
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
