@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from opslot.trainer.base import BaseTrainer
+from opslot.trainer.best import BestEvaluation
+from opslot.trainer.config import RunConfig
+from opslot.trainer.saver import CheckpointSaver
+
+
+class Trainer(Protocol):
+    """What callbacks use of a `BaseTrainer`, where these members are documented."""
+
+    config: RunConfig
+    output_dir: Path
+    saver: CheckpointSaver
+    step: int
+    max_steps: int | None
+    expected_steps: float | None
+    best: BestEvaluation
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def reference_loss(self) -> float | None: ...
+
+    def evaluate(self) -> dict[str, float]: ...
+
+    def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]: ...
+
+    def stop_early(self) -> None: ...
+
+    def print(self, text: str) -> None: ...
+
+    def export(self, folder: Path) -> None: ...
+
+    def save_checkpoint(self) -> Any: ...
 
 
 @dataclass
@@ -52,14 +84,14 @@ class StepRecord:
 class Callback:
     """Base class of callbacks; its methods do nothing. Callbacks are called in the trainer's order."""
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         """After everything is built and, on resume, restored; before the first step."""
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         """After each optimizer step."""
 
-    def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+    def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         """After the last step (`completed`), or after the step in which a signal stopped the run."""
 
-    def close(self, trainer: BaseTrainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         """Always called last, also after an error; close files here."""

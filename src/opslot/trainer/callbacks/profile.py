@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from opslot.trainer.callbacks.base import Callback, StepRecord
-
-if TYPE_CHECKING:
-    from opslot.trainer.base import BaseTrainer
+from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
 
 PROFILE_FOLDER = "profile"
 # Allocations and frees that a memory snapshot keeps.
@@ -28,7 +25,7 @@ class ProfileCallback(Callback):
         self._profiler: Any = None
         self._from = 0
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         first, last = _steps(trainer)
         if trainer.step >= last:
             trainer.print(
@@ -37,14 +34,14 @@ class ProfileCallback(Callback):
         elif trainer.step + 1 >= first:
             self._start(trainer)
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         first, last = _steps(trainer)
         if self._profiler is not None and record.step == last:
             self._stop(trainer)
         elif self._profiler is None and record.step + 1 == first:
             self._start(trainer)
 
-    def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+    def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         first, last = _steps(trainer)
         if self._profiler is not None:
             trainer.print(f"train.logging.profile=[{first}, {last}]: the run ends at step {trainer.step}")
@@ -54,12 +51,12 @@ class ProfileCallback(Callback):
                 f"train.logging.profile=[{first}, {last}]: nothing profiled, the run has {trainer.step} steps"
             )
 
-    def close(self, trainer: BaseTrainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         if self._profiler is not None:
             self._profiler.stop()
             _record_memory(False)
 
-    def _start(self, trainer: BaseTrainer) -> None:
+    def _start(self, trainer: Trainer) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -68,7 +65,7 @@ class ProfileCallback(Callback):
         self._profiler.start()
         self._from = trainer.step + 1
 
-    def _stop(self, trainer: BaseTrainer) -> None:
+    def _stop(self, trainer: Trainer) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._profiler.stop()
@@ -84,7 +81,7 @@ class ProfileCallback(Callback):
         trainer.print(f"profile of steps {self._from} to {trainer.step}: {trace}")
 
 
-def _steps(trainer: BaseTrainer) -> tuple[int, int]:
+def _steps(trainer: Trainer) -> tuple[int, int]:
     first, last = trainer.config.train.logging.profile or (0, 0)
     return first, last
 

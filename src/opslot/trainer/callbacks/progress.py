@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from opslot.trainer.callbacks.base import Callback, StepRecord
+from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
-
-    from opslot.trainer.base import BaseTrainer
 
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -34,7 +32,7 @@ class ProgressCallback(Callback):
         self._clock_from: int | None = None
         self._last_line = 0.0
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         wanted = trainer.config.train.logging.progress
         if wanted == "bar" or (wanted == "auto" and self.console.is_terminal):
             self._bar = _make_bar(self.console)
@@ -43,7 +41,7 @@ class ProgressCallback(Callback):
             )
             self._bar.start()
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         if self._bar is not None and self._task is not None:
             self._bar.update(
                 self._task,
@@ -66,11 +64,11 @@ class ProgressCallback(Callback):
             self._last_line = now
             self.console.print(self._line(trainer, record), highlight=False, soft_wrap=True)
 
-    def close(self, trainer: BaseTrainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _line(self, trainer: BaseTrainer, record: StepRecord) -> str:
+    def _line(self, trainer: Trainer, record: StepRecord) -> str:
         assert self._clock_from is not None
         spent, done = time.monotonic() - self._started, record.step - self._clock_from
         expected = _rounded(trainer.expected_steps)

@@ -9,14 +9,11 @@ import shutil
 import uuid
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from opslot._base.files import write_text
 from opslot.distributed import is_first_rank
-from opslot.trainer.callbacks.base import Callback, StepRecord
-
-if TYPE_CHECKING:
-    from opslot.trainer.base import BaseTrainer
+from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
 
 METRICS_FILE = "metrics.jsonl"
 HF_FOLDER = "hf"
@@ -56,11 +53,11 @@ class EvaluationCallback(Callback):
     Every rank runs it.
     """
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         if is_first_rank():
             _keep_lines(trainer.output_dir / SAMPLES_FILE, trainer.step)
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.eval_steps
         if not every or (record.step % every and record.step != trainer.max_steps):
             return
@@ -80,7 +77,7 @@ class EvaluationCallback(Callback):
             )
             trainer.stop_early()
 
-    def _write_samples(self, trainer: BaseTrainer, step: int, prompts: list[str]) -> None:
+    def _write_samples(self, trainer: Trainer, step: int, prompts: list[str]) -> None:
         answers = trainer.generate(prompts, trainer.config.evaluation.max_new_tokens)
         if not is_first_rank():
             return
@@ -96,17 +93,17 @@ class MetricsCallback(Callback):
     def __init__(self) -> None:
         self._file: IO[str] | None = None
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         path = trainer.output_dir / METRICS_FILE
         _keep_lines(path, trainer.step)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         due = record.step % trainer.config.train.logging.log_steps == 0 or record.step == trainer.max_steps
         if self._file is not None and (due or "eval_loss" in record.extra):
             self._file.write(json.dumps(record.flat()) + "\n")
 
-    def close(self, trainer: BaseTrainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -117,19 +114,19 @@ class TensorBoardCallback(Callback):
     def __init__(self) -> None:
         self._writer: Any = None
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Events after the checkpoint remain in the older file; purge_step hides them in TensorBoard.
         purge = trainer.step + 1 if trainer.step else None
         self._writer = SummaryWriter(str(trainer.output_dir / "tensorboard"), purge_step=purge)
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         for name, value in record.flat().items():
             if name != "step":
                 self._writer.add_scalar(f"train/{name}", value, record.step)
 
-    def close(self, trainer: BaseTrainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         if self._writer is not None:
             self._writer.close()
 
@@ -142,7 +139,7 @@ class WandbCallback(Callback):
     def __init__(self) -> None:
         self._run: Any = None
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         client = importlib.import_module(self.package)
         logging = trainer.config.train.logging
         name = logging.run_name or trainer.output_dir.resolve().name
@@ -150,7 +147,7 @@ class WandbCallback(Callback):
             project=logging.wandb_project, name=name, config=asdict(trainer.config), **self.options(trainer)
         )
 
-    def options(self, trainer: BaseTrainer) -> dict[str, Any]:
+    def options(self, trainer: Trainer) -> dict[str, Any]:
         """Further arguments of the package's `init`."""
         path = trainer.output_dir / RUN_ID_FILE
         if not trainer.step or not path.is_file():
@@ -163,10 +160,10 @@ class WandbCallback(Callback):
             "resume": "allow",
         }
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         self._run.log(record.flat(), step=record.step)
 
-    def close(self, trainer: BaseTrainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         if self._run is not None:
             self._run.finish()
 
@@ -176,7 +173,7 @@ class TrackioCallback(WandbCallback):
 
     package = "trackio"
 
-    def options(self, trainer: BaseTrainer) -> dict[str, Any]:
+    def options(self, trainer: Trainer) -> dict[str, Any]:
         return {"resume": "allow"}
 
 
@@ -186,20 +183,20 @@ class CheckpointCallback(Callback):
     def __init__(self) -> None:
         self._saved: int | None = None
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         self._saved = trainer.step
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.checkpoint.save_steps
         if every and record.step % every == 0:
             self._save(trainer)
 
-    def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+    def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         if trainer.step != self._saved:
             self._save(trainer)
         trainer.saver.wait()
 
-    def _save(self, trainer: BaseTrainer) -> None:
+    def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint()
         self._saved = trainer.step
 
@@ -207,15 +204,15 @@ class CheckpointCallback(Callback):
 class LossCurveCallback(Callback):
     """loss.png from metrics.jsonl, drawn with each checkpoint and at the end of the run."""
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.checkpoint.save_steps
         if every and record.step % every == 0 and record.step != trainer.max_steps:
             self._draw(trainer)
 
-    def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+    def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         self._draw(trainer)
 
-    def _draw(self, trainer: BaseTrainer) -> None:
+    def _draw(self, trainer: Trainer) -> None:
         from opslot.trainer.loss_curve import draw_loss_curve
 
         records = read_metrics(trainer.output_dir)
@@ -235,22 +232,22 @@ class ExportCallback(Callback):
     def __init__(self) -> None:
         self._started_at = 0
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         self._started_at = trainer.step
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.checkpoint.export_steps
         if every and record.step % every == 0 and record.step != trainer.max_steps:
             _export(trainer, f"{HF_FOLDER}_step_{record.step:08}")
 
-    def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+    def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         final = trainer.output_dir / HF_FOLDER
         if not completed or (trainer.step == self._started_at and final.is_dir()):
             return
         _export(trainer, HF_FOLDER)
 
 
-def _export(trainer: BaseTrainer, name: str) -> None:
+def _export(trainer: Trainer, name: str) -> None:
     """Write the model to a folder of the run; every rank calls it."""
     unfinished = trainer.output_dir / f".unfinished-{name}"
     if is_first_rank():
