@@ -13,6 +13,7 @@ from packaging.version import Version
 from opslot._base.errors import ConfigError, DataError
 from opslot.distributed import destroy_parallel_state
 from opslot.trainer.callbacks.writers import read_metrics
+from opslot.verify.tiny import tiny_config
 from tests.multimodal import draw, write_model, write_samples
 from tests.trainer.runs import trainer_of
 
@@ -403,3 +404,19 @@ def test_type_of_audio_in_one_mapping_of_transformers(model_type, tmp_path):
     assert type(config) in auto._model_mapping
     config.save_pretrained(tmp_path)
     assert _load_command(tmp_path, config) == f'{auto.__name__}.from_pretrained("{tmp_path}")'
+
+
+@pytest.mark.parametrize(
+    ("architecture", "auto"),
+    [
+        ("Qwen3_5ForConditionalGeneration", "AutoModelForImageTextToText"),
+        ("Qwen3_5ForCausalLM", "AutoModelForCausalLM"),
+    ],
+)
+def test_generate_loads_the_class_that_the_config_names(architecture, auto):
+    """Adapters trained with images have other names than those of the language model of the same type."""
+    from opslot.cli.generate import _auto_class
+
+    config = tiny_config("qwen3_5")
+    config.architectures = [architecture]
+    assert _auto_class(config).__name__ == auto
