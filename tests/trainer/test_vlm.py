@@ -108,6 +108,32 @@ def test_adapters_on_a_part_raise_with_its_layers(vlm_settings, train, target):
     assert code == 0, err
 
 
+def test_merger_trained_whole_beside_adapters(vlm_settings, tmp_path, train):
+    """Qwen's module has the name of the part."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    base = vlm_settings["model"]["model_path"] = vlm_settings["model"].pop("config_path")
+    AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
+    vlm_settings["train"]["max_steps"] = 1
+    vlm_settings["lora"] = {"r": 2, "modules_to_save": ["merger"]}
+    code, _, err = train()
+    assert code == 0, err
+    saved = load_file(tmp_path / "out" / "hf" / "adapter_model.safetensors")
+    whole = {name for name in saved if "lora_" not in name}
+    assert all(name.startswith("base_model.model.model.visual.merger.") for name in whole)
+    assert len(whole) == 6
+    for name, problem in {
+        "deepstack_merger_list": "model.visual.deepstack_merger_list is a list of modules; name each of them, such as",
+        "vision": "vision is a part, and not a module; name its modules model.visual.patch_embed",
+    }.items():
+        vlm_settings["lora"]["modules_to_save"] = [name]
+        vlm_settings["train"]["output_dir"] = str(tmp_path / name)
+        code, _, err = train()
+        assert code == 2
+        assert f"lora.modules_to_save: {problem}" in " ".join(err.split())
+
+
 def test_processor_that_takes_no_text_raises(vlm_settings, monkeypatch):
     """As Voxtral Realtime's, which makes the tokens of a request from audio."""
     from transformers import ProcessorMixin
