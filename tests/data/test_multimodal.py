@@ -174,6 +174,26 @@ def test_list_of_images_in_the_column_image(encoder_of, tmp_path):
     assert [source for _, source in from_bytes(document.extra)["media"]] == names
 
 
+def test_parts_that_give_the_number_of_an_image(encoder_of, tmp_path):
+    """As in HuggingFaceH4's llava-instruct-mix, where Arrow adds the key to the parts of text too."""
+    names = [draw(tmp_path / f"{number}.png", number).name for number in range(2)]
+    text = {"type": "text", "text": "what is it?", "index": None}
+    parts = [{"type": "image", "text": None, "index": 1}, text, *({"type": "image", "index": i} for i in (0, 1))]
+    answer = {"role": "assistant", "content": "a red circle"}
+    record = {"images": names, "messages": [{"role": "user", "content": parts}, answer]}
+    (document,), problems, _ = encode(encoder_of(), write(tmp_path, record))
+    assert not problems
+    assert [source for _, source in from_bytes(document.extra)["media"]] == ["1.png", "0.png", "1.png"]
+    parts[0]["index"] = 2
+    _, (problem,), _ = encode(encoder_of(), write(tmp_path, record))
+    assert "index 2 is not one of the 2 media of the column" in problem
+
+
+def test_columns_without_a_conversation_name_the_task(encoder_of, tmp_path):
+    _, (problem,), _ = encode(encoder_of(), write(tmp_path, {"query": "what?", "images": []}))
+    assert "it has query, images, and task vlm needs messages" in problem
+
+
 def test_tag_without_a_column_is_counted(encoder_of, tmp_path):
     """The name of the column may be wrong, or the text may be about HTML."""
     draw(tmp_path / "1.png", 1)

@@ -205,6 +205,22 @@ def test_audio_tower_with_windows_equals_torch_counter(name, frames):
     assert not any(part.startswith("audio") for part in opslot.count_flops(model, [16]).parts)
 
 
+def test_adapters_in_an_audio_tower_equal_torch_counter():
+    """Also on the layer that joins the channels of the convolutions, which is outside of the tower's layers."""
+    peft = pytest.importorskip("peft")
+    model = opslot.build_foundation_model(omni.CONFIGS["qwen3_omni_moe"](), ops_implementation="eager")
+    targets = r".*audio_tower.*\.(q_proj|out_proj|fc1|conv_out|proj1)"
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=targets), model)
+    tower = next(module for path, module in model.named_modules() if path.endswith("audio_tower"))
+    tower.set_attn_implementation("eager")
+    frames = torch.tensor([300])
+    with FlopCounterMode(display=False) as counter:
+        tower(torch.randn(8, 300), feature_lens=frames, aftercnn_lens=frames).last_hidden_state.sum().backward()
+    count = opslot.count_flops(model, [], frames=[300])
+    assert count.total == pytest.approx(counter.get_total_flops())
+    assert "adapters" in "".join(count.parts)
+
+
 @pytest.mark.parametrize("name", ["voxtral", "audioflamingo3"])
 def test_audio_tower_and_projector_equal_torch_counter(name):
     config = tiny_config(name)

@@ -12,6 +12,7 @@ import transformers
 
 from demos import omni as demo
 from opslot.checkpoint.folder import read_folder
+from opslot.cli import main
 from opslot.models._multimodal.parts import parts_of
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
@@ -159,6 +160,26 @@ def test_adapters_of_the_thinker_load_beside_the_speech_parts(omni_settings, tmp
     adapted = [name for name, _ in model.named_parameters() if "lora_B" in name]
     assert adapted
     assert all(name.startswith("base_model.model.thinker.") for name in adapted)
+
+
+def test_generate_and_merge_of_adapters_beside_the_speech_parts(omni_settings, tmp_path, train, capsys):
+    """Transformers' class has a from_pretrained of its own and answers with audio too."""
+    write_checkpoint_with_speech(tmp_path / "omni")
+    omni_settings["model"] = {"model_path": str(tmp_path / "omni")}
+    omni_settings["lora"] = {"r": 2}
+    omni_settings["train"] |= {"max_steps": 1, "lr": 0.1}
+    code, _, err = train()
+    assert code == 0, err
+    adapters, merged = str(tmp_path / "out" / "hf"), str(tmp_path / "merged")
+    assert main(["merge", adapters, merged]) == 0
+    assert read_folder(merged).keys() == read_folder(tmp_path / "omni").keys()
+    assert (tmp_path / "merged" / "spk_dict.pt").is_file()
+    answers = []
+    for folder in (adapters, merged):
+        capsys.readouterr()
+        assert main(["generate", folder, "--prompt", "Which tone?", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("given", [True, False])

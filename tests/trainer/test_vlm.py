@@ -13,6 +13,7 @@ from packaging.version import Version
 from opslot._base.errors import ConfigError, DataError
 from opslot.distributed import destroy_parallel_state
 from opslot.trainer.callbacks.writers import read_metrics
+from opslot.verify.tiny import tiny_config
 from tests.multimodal import draw, write_model, write_samples
 from tests.trainer.runs import trainer_of
 
@@ -105,6 +106,32 @@ def test_adapters_on_a_part_raise_with_its_layers(vlm_settings, train, target):
     vlm_settings["train"]["max_steps"] = 1
     code, _, err = train()
     assert code == 0, err
+
+
+def test_merger_trained_whole_beside_adapters(vlm_settings, tmp_path, train):
+    """Qwen's module has the name of the part."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    base = vlm_settings["model"]["model_path"] = vlm_settings["model"].pop("config_path")
+    AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
+    vlm_settings["train"]["max_steps"] = 1
+    vlm_settings["lora"] = {"r": 2, "modules_to_save": ["merger"]}
+    code, _, err = train()
+    assert code == 0, err
+    saved = load_file(tmp_path / "out" / "hf" / "adapter_model.safetensors")
+    whole = {name for name in saved if "lora_" not in name}
+    assert all(name.startswith("base_model.model.model.visual.merger.") for name in whole)
+    assert len(whole) == 6
+    for name, problem in {
+        "deepstack_merger_list": "model.visual.deepstack_merger_list is a list of modules; name each of them, such as",
+        "vision": "vision is a part, and not a module; name its modules model.visual.patch_embed",
+    }.items():
+        vlm_settings["lora"]["modules_to_save"] = [name]
+        vlm_settings["train"]["output_dir"] = str(tmp_path / name)
+        code, _, err = train()
+        assert code == 2
+        assert f"lora.modules_to_save: {problem}" in " ".join(err.split())
 
 
 def test_processor_that_takes_no_text_raises(vlm_settings, monkeypatch):
@@ -403,3 +430,19 @@ def test_type_of_audio_in_one_mapping_of_transformers(model_type, tmp_path):
     assert type(config) in auto._model_mapping
     config.save_pretrained(tmp_path)
     assert _load_command(tmp_path, config) == f'{auto.__name__}.from_pretrained("{tmp_path}")'
+
+
+@pytest.mark.parametrize(
+    ("architecture", "auto"),
+    [
+        ("Qwen3_5ForConditionalGeneration", "AutoModelForImageTextToText"),
+        ("Qwen3_5ForCausalLM", "AutoModelForCausalLM"),
+    ],
+)
+def test_generate_loads_the_class_that_the_config_names(architecture, auto):
+    """Adapters trained with images have other names than those of the language model of the same type."""
+    from opslot.cli.generate import _auto_class
+
+    config = tiny_config("qwen3_5")
+    config.architectures = [architecture]
+    assert _auto_class(config).__name__ == auto

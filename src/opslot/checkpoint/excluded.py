@@ -58,8 +58,7 @@ class ExcludedParts:
         problem = _missing(model, declared, [name for name in declared.files if folder / name not in files])
         if not keep:
             return cls(files=files, problem=problem)
-        prefixes = tuple(f"{part}." for part in declared.excluded)
-        entries = [entry for name, entry in read_folder(folder).items() if name.startswith(prefixes)]
+        entries = _entries(declared, folder)
         if not entries:
             raise CheckpointError(
                 f"{folder} has no weights of {' or '.join(declared.excluded)} to keep",
@@ -80,6 +79,17 @@ class ExcludedParts:
             shutil.copyfile(file, folder / file.name)
         if self.problem is not None:
             _logger.warning("%s", self.problem)
+
+
+def has_excluded_parts(model: Any, source: str | Path) -> bool:
+    """Whether the checkpoint `source` has weights that `model` is built without."""
+    declared = sub_model(type(without_wrapper(model)))
+    return declared is not None and bool(_entries(declared, Path(source).expanduser()))
+
+
+def _entries(declared: SubModel, folder: Path) -> list[TensorEntry]:
+    prefixes = tuple(f"{part}." for part in declared.excluded)
+    return [entry for name, entry in read_folder(folder).items() if name.startswith(prefixes)]
 
 
 def _missing(model: Any, declared: SubModel, names: Sequence[str]) -> str | None:

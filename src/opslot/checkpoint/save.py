@@ -253,6 +253,7 @@ def export_hf(
     folder: str | Path,
     *,
     processors: Iterable[Any] = (),
+    max_shard_size: int | str = "5GB",
     merge_adapters: bool = False,
     source: str | Path | None = None,
     keep_excluded: bool = False,
@@ -265,13 +266,20 @@ def export_hf(
             copied from it.
         keep_excluded: also copy the weights of `source` that the model is built without, such as the speech parts of
             an omni model.
-        model, folder, merge_adapters: as in `save_weights`, which also lists the errors.
+        model, folder, max_shard_size, merge_adapters: as in `save_weights`, which also lists the errors.
 
     Raises:
         CheckpointError: a processor cannot be saved; on rank 0 alone, where the weights are saved by then.
     """
     excluded = ExcludedParts.of(model, source, keep_excluded)
-    saved = save_weights(model, folder, config=excluded.config, merge_adapters=merge_adapters, copied=excluded.entries)
+    saved = save_weights(
+        model,
+        folder,
+        max_shard_size=max_shard_size,
+        config=excluded.config,
+        merge_adapters=merge_adapters,
+        copied=excluded.entries,
+    )
     save_processors(processors, saved)
     excluded.copy_files(saved)
     return saved

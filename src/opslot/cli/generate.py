@@ -74,14 +74,17 @@ def _base_of(folder: str, trust_remote_code: bool) -> str:
 
 
 def _auto_class(config: Any) -> Any:
-    """Of a language model; of a multimodal one whose type has no language model of its own, with its encoders."""
+    """Of the class that the config names: with encoders, whose weights and adapters have other names than those of the
+    language model alone (Qwen3.5 has both), or without."""
     import transformers
     from transformers.models.auto import modeling_auto
 
     from opslot.models._build import multimodal_auto_class
 
     found = multimodal_auto_class(config)
-    if found is not None and config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    named = next(iter(config.architectures or ()), None)
+    languages = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if found is not None and (named == found[1] or config.model_type not in languages):
         return getattr(transformers, found[0])
     return transformers.AutoModelForCausalLM
 
@@ -90,9 +93,29 @@ def _load(folder: str, base: str, trust_remote_code: bool) -> Any:
     from opslot.checkpoint.adapters import load_adapter
     from opslot.models import load_config
 
+    config = load_config(base, trust_remote_code=trust_remote_code)
+    model = _text_model(base, config) or _transformers_model(base, config, trust_remote_code)
+    if base != folder:
+        load_adapter(model, folder)
+    return model
+
+
+def _text_model(base: str, config: Any) -> Any:
+    """An omni model without its speech parts, with which Transformers' class generates audio; None for another."""
+    from opslot.models import build_foundation_model
+    from opslot.models._build import multimodal_auto_class
+    from opslot.models._registry import declared_sub_model
+
+    found = multimodal_auto_class(config)
+    if found is None or declared_sub_model(config.model_type, found[1]) is None:
+        return None
+    return build_foundation_model(base, weights_path=base, ops_implementation="eager")
+
+
+def _transformers_model(base: str, config: Any, trust_remote_code: bool) -> Any:
     try:
         # Not of a folder with adapters: Transformers adds them without the magnitudes of DoRA.
-        model, info = _auto_class(load_config(base, trust_remote_code=trust_remote_code)).from_pretrained(
+        model, info = _auto_class(config).from_pretrained(
             base, trust_remote_code=trust_remote_code, local_files_only=True, dtype="auto", output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -105,6 +128,4 @@ def _load(folder: str, base: str, trust_remote_code: bool) -> Any:
             found=f"no weights for {', '.join(missing[:3])}",
             hint=_HINT,
         )
-    if base != folder:
-        load_adapter(model, folder)
     return model

@@ -9,18 +9,31 @@ from pathlib import Path
 from opslot._base.errors import ConfigError
 
 # What a checkpoint has beside weights and model config.
-_COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*processor_config.json", "vocab*", "merges.txt")
+_COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*processor_config.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "tekken.json",
+)
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the base model with the adapters added, in the hub's layout and the base's dtype.
 
+    The parts of an omni model's checkpoint that its model is built without are copied.
+
     Raises:
         ConfigError: no adapters, no base model, adapters of a classifier, or a destination that is not empty.
         CheckpointError: an adapter or a base that cannot be read, or that do not fit each other.
     """
-    from opslot.checkpoint import save_weights
+    from opslot.checkpoint import export_hf
     from opslot.checkpoint.adapters import ADAPTER_CONFIG, load_adapter, read_adapter_config
+    from opslot.checkpoint.excluded import has_excluded_parts
     from opslot.models import build_foundation_model
 
     adapter, destination = options.adapter, options.destination
@@ -45,7 +58,14 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{destination!r} exists and is not an empty folder", hint="give another destination")
     model = build_foundation_model(folder, weights_path=folder, ops_implementation="eager", init_device="cpu")
     load_adapter(model, adapter)
-    saved = save_weights(model, destination, max_shard_size=options.max_shard_size, merge_adapters=True)
+    saved = export_hf(
+        model,
+        destination,
+        max_shard_size=options.max_shard_size,
+        merge_adapters=True,
+        source=folder,
+        keep_excluded=has_excluded_parts(model, folder),
+    )
     for source in (Path(folder), Path(adapter)):
         for pattern in _COPIED:
             for file in source.glob(pattern):

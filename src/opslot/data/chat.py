@@ -86,6 +86,7 @@ class ChatEncoder(SampleEncoder):
         DataError: a tokenizer without character offsets, or without a chat template.
     """
 
+    task = "sft"
     optional: tuple[str, ...] = _OPTIONAL
     needs_offsets = True
 
@@ -104,7 +105,7 @@ class ChatEncoder(SampleEncoder):
         is_fast = getattr(tokenizer, "is_fast", False)
         if self.needs_offsets and not is_fast:
             raise DataError(
-                "task sft needs the character offsets of a fast tokenizer",
+                f"task {self.task} needs the character offsets of a fast tokenizer",
                 found=type(tokenizer).__name__,
                 hint="use a folder with tokenizer.json",
             )
@@ -123,7 +124,7 @@ class ChatEncoder(SampleEncoder):
         form = next((form for form in _FORMS if set(form) <= set(found.names)), None)
         if form is None:
             has = ", ".join(found.names) or "no columns (a text file?)"
-            problems.append(f"{file}: no chat data; it has {has}, and task sft needs {_KNOWN}")
+            problems.append(f"{file}: no chat data; it has {has}, and task {self.task} needs {_KNOWN}")
         elif self.plain and (form[0] != "prompt" or _holds_messages(found)):
             problems.append(
                 f"{file}: {form[0]} needs a chat template, and the tokenizer has none (or data.chat_template is none); "

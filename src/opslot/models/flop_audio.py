@@ -34,7 +34,11 @@ class AudioEncoder:
 
     def rows_inside(self, path: str) -> float:
         """Rows of a module at `path` in the encoder for each frame."""
-        return self.positions.get(path, self.rows if _is_in_layer(path) else self.rows / self.pool)
+        # Adapters are below the module that they wrap.
+        before = next((own for own in self.positions if f"{path}.".startswith(f"{own}.")), None)
+        if before is not None:
+            return self.positions[before]
+        return self.rows if _is_in_layer(path) else self.rows / self.pool
 
     def rows_after(self, features: int) -> float:
         """Rows of a projector that takes so many `features`, those of one row or of several, for each frame."""
@@ -44,7 +48,9 @@ class AudioEncoder:
 def read_audio_encoder(encoder: nn.Module) -> AudioEncoder | None:
     """The rows of an audio encoder; None for one of another form, such as a Conformer."""
     config: Any = getattr(encoder, "config", None)
-    outside = {path: module for path, module in encoder.named_modules() if not _is_in_layer(path)}
+    outside = {
+        path.removesuffix(".base_layer"): module for path, module in encoder.named_modules() if not _is_in_layer(path)
+    }
     kinds = (nn.Conv1d, nn.Conv2d)
     convs = {path: module for path, module in outside.items() if isinstance(module, kinds)}
     chain = [*convs.values()]

@@ -112,7 +112,9 @@ class ModuleReader:
         paths = list(self.modules)
         if self.audio is None:
             return paths
-        first = [f"{self.audio_path}.{path}" for path in self.audio.positions]
+        before = {f"{self.audio_path}.{path}" for path in self.audio.positions}
+        # With what wraps them, such as adapters.
+        first = [path for path in paths if path in before or not before.isdisjoint(_parents(path))]
         start = paths.index(self.audio_path) + 1
         return [*paths[:start], *first, *(path for path in paths[start:] if path not in first)]
 
@@ -169,7 +171,9 @@ class ModuleReader:
             # PEFT adapts stacked experts with one low-rank pair per expert.
             base = f"{path.rsplit('.', 2)[0]}.base_layer"
             stacked = [p for p in self.modules[base].parameters(recurse=False) if p.ndim == 3]
-            return (_top_k(self.modules, base) or 0) / len(stacked[0]) if stacked else 1.0
+            if stacked:
+                return (_top_k(self.modules, base) or 0) / len(stacked[0])
+            path = base
         found = self._expert_list(path)
         if found is not None:
             top_k = _top_k(self.modules, found)

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 ALL_LINEAR = "all-linear"
+# Modules without a forward pass, which PEFT does not copy.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# Modules in an error.
+_MOST_SHOWN = 4
 _TASK_TYPES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 
 
@@ -215,7 +219,15 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
         for name in names:
             is_pattern = field == "lora.target_modules" and isinstance(targets, str)
             found = [path for path, _ in model.named_modules() if path and _matches(path, name, is_pattern)]
-            if name in PARTS and not (is_pattern and found) and (pattern := _pattern_of_part(model, name)):
+            is_whole = field == "lora.modules_to_save"
+            if name in PARTS and is_whole and not found and (modules := _modules_of_part(model, name)):
+                shown = ", ".join(modules[:_MOST_SHOWN]) + (", ..." if len(modules) > _MOST_SHOWN else "")
+                problems.append(f"{field}: {name} is a part, and not a module; name its modules {shown}")
+            elif (
+                name in PARTS
+                and not (found and (is_pattern or is_whole))
+                and (pattern := _pattern_of_part(model, name))
+            ):
                 problems.append(f"{field}: {name} is a part, and not a linear layer; set it to '{pattern}'")
             elif not found:
                 problems.append(f"{field}: {name} matches no module")
@@ -223,6 +235,11 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
                     problems[-1] += f" (a string is a regular expression for full names; use [{name}] for a name)"
                 elif is_pattern:
                     problems[-1] += f"; full names are such as {', '.join(_example_paths(model))}"
+            problems += [
+                f"{field}: {path} is a list of modules; name each of them, such as {path}.0"
+                for path in found
+                if is_whole and isinstance(model.get_submodule(path), _CONTAINERS)
+            ]
             problems += [f"{field}: {path} shares its weight with another module" for path in found if path in shared]
             if field == "lora.target_modules":
                 problems += [
@@ -255,6 +272,18 @@ def _pattern_of_part(model: nn.Module, part: str) -> str:
     start = r"\.".join(names[0] for names in itertools.takewhile(lambda names: len({*names}) == 1, levels))
     names = dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths)
     return rf"{start}\..*({'|'.join(names)})"
+
+
+def _modules_of_part(model: nn.Module, part: str) -> list[str]:
+    """Paths of the largest modules with parameters of a part alone."""
+    parameters = set(parts_of(model)[part])
+    inside: list[str] = []
+    for path, module in model.named_modules():
+        own = {f"{path}.{name}" for name, _ in module.named_parameters()}
+        is_inside = bool(own) and own <= parameters and not isinstance(module, _CONTAINERS)
+        if path and is_inside and not path.startswith(tuple(f"{outer}." for outer in inside)):
+            inside.append(path)
+    return inside
 
 
 def _matches(path: str, name: str, is_pattern: bool) -> bool:

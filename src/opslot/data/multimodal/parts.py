@@ -25,9 +25,9 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
     """The record with parts {"type": "image"} for media, and (kind, source) of each in order.
 
     A part is {"type": "image", "image": SOURCE}, {"type": "image", "path": ...} (or bytes, base64, array), {"type":
-    "image_url", "image_url": {"url": ...}} and the like, or {"type": "image"} for the next of the column `images`. In a
-    string, <image>, <video> and <audio> also stand for the next of a column, if the record has that column; in other
-    turns than a user's, those that are left over are text.
+    "image_url", "image_url": {"url": ...}} and the like, or {"type": "image"} for the next of the column `images`, with
+    "index" for the one with that number. In a string, <image>, <video> and <audio> also stand for the next of a column,
+    if the record has that column; in other turns than a user's, those that are left over are text.
 
     Args:
         form: the first column of the conversation.
@@ -35,7 +35,7 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
     Raises:
         MediaError: a part without a source, or a column with more or fewer media than the messages use.
     """
-    queues = {kind: given for kind in KINDS if (given := _column(record, kind)) is not None}
+    queues = {kind: _Column(given) for kind in KINDS if (given := _column(record, kind)) is not None}
     media: list[tuple[str, Any]] = []
     columns = ("prompt", "completion") if form == "prompt" else (form,)
     changed = dict(record)
@@ -84,7 +84,27 @@ def _holds_sources(value: list[Any], kind: str) -> bool:
     return kind != "video" and all(isinstance(item, str | bytes | Mapping) for item in value)
 
 
-def _of_message(message: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any]]) -> Any:
+class _Column:
+    """The media of a column, which messages use one after the other, or by number."""
+
+    def __init__(self, sources: list[Any]) -> None:
+        self.sources = sources
+        self.unused = [*range(len(sources))]
+
+    def __len__(self) -> int:
+        return len(self.unused)
+
+    def take(self, index: Any = None) -> Any:
+        """The source with that number, from 0; None for the first that is unused."""
+        number = self.unused[0] if index is None else index
+        if not isinstance(number, int) or not 0 <= number < len(self.sources):
+            raise MediaError(f"index {index!r} is not one of the {len(self.sources)} media of the column")
+        if number in self.unused:
+            self.unused.remove(number)
+        return self.sources[number]
+
+
+def _of_message(message: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]) -> Any:
     if not isinstance(message, Mapping):
         return message
     key = "content" if message.get("content") is not None else "value"
@@ -97,7 +117,7 @@ def _of_message(message: Any, queues: dict[str, list[Any]], media: list[tuple[st
     return {**message, key: [_of_part(part, queues, media) for part in content]}
 
 
-def _of_text(text: str, queues: dict[str, list[Any]], media: list[tuple[str, Any]], by_user: bool) -> Any:
+def _of_text(text: str, queues: dict[str, _Column], media: list[tuple[str, Any]], by_user: bool) -> Any:
     """The text itself, or its parts where tags refer to the media of columns."""
     parts: list[dict[str, Any]] = []
     start = 0
@@ -110,14 +130,14 @@ def _of_text(text: str, queues: dict[str, list[Any]], media: list[tuple[str, Any
         if tag.start() > start:
             parts.append({"type": "text", "text": text[start : tag.start()]})
         parts.append({"type": kind})
-        media.append((kind, queues[kind].pop(0)))
+        media.append((kind, queues[kind].take()))
         start = tag.end()
     if not parts:
         return text
     return [*parts, {"type": "text", "text": text[start:]}] if start < len(text) else parts
 
 
-def _of_part(part: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any]]) -> Any:
+def _of_part(part: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
@@ -139,12 +159,12 @@ def _of_part(part: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any
         )
     source = _source(known, kind)
     if source is None:
-        if not queues.get(kind):
+        if kind not in queues or not (queues[kind] or "index" in known):
             raise MediaError(
                 f'a part of type {kind} has no source; it has {", ".join(known)}. Give it as "{kind}", path, bytes or '
                 f"base64, or in a column {kind}s"
             )
-        source = queues[kind].pop(0)
+        source = queues[kind].take(known.get("index"))
     media.append((kind, source))
     return {"type": kind}
 

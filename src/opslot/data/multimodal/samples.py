@@ -26,15 +26,7 @@ from opslot.data.encoder import MediaDocument, SampleError, digest
 from opslot.data.multimodal.audio import load_audio, load_audio_track
 from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
 from opslot.data.multimodal.expanded_text import moved_spans
-from opslot.data.multimodal.media import (
-    KINDS,
-    Limits,
-    MediaError,
-    from_bytes,
-    load_image,
-    load_video,
-    to_bytes,
-)
+from opslot.data.multimodal.media import KINDS, Limits, MediaError, from_bytes, load_image, load_video, to_bytes
 from opslot.data.multimodal.parts import COLUMNS, has_unused_tag, media_of, separate_media
 from opslot.data.multimodal.processor_call import (
     RecordingTokenizer,
@@ -92,6 +84,7 @@ class MultimodalEncoder(ChatEncoder):
         ConfigError: use_audio_in_video with a processor that does not take it.
     """
 
+    task = "vlm"
     optional = (*ChatEncoder.optional, *COLUMNS)
 
     def __init__(
