@@ -7,21 +7,24 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from opslot._base.errors import DataError
 from opslot._base.host_memory import keep_freed_memory
 
-if TYPE_CHECKING:
-    from opslot.data.corpus import TokenCorpus
+
+class Shards(Protocol):
+    """A corpus whose shards can be tokenized ahead, such as `TokenCorpus`."""
+
+    def prepare(self, numbers: Sequence[int], check: Callable[[], None] | None = None) -> None: ...
 
 
 class TokenizingProcesses:
     """`count` processes that tokenize the shards `numbers` of a corpus, in this order; they end with their parent."""
 
-    def __init__(self, corpus: TokenCorpus, numbers: Sequence[int], count: int) -> None:
+    def __init__(self, corpus: Shards, numbers: Sequence[int], count: int) -> None:
         context = multiprocessing.get_context()
         self._members = []
         for _ in range(count):
@@ -57,7 +60,7 @@ class TokenizingProcesses:
             receiver.close()
 
 
-def _tokenize(corpus: TokenCorpus, numbers: Sequence[int], errors: Connection) -> None:
+def _tokenize(corpus: Shards, numbers: Sequence[int], errors: Connection) -> None:
     # Ctrl-C reaches every process of a terminal; only the training process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
