@@ -120,7 +120,7 @@ def test_default_kernels_depend_on_the_batch_on_a_gpu(arch):
 
 def test_explain_lists_every_linear_layer_and_router():
     model = model_of("deepseek_v3", num_hidden_layers=2)
-    rows = [row for row in opslot.explain(model) if row.op in ("linear", "linear_fp32")]
+    rows = [row for row in opslot.explain(model) if row.op == "linear"]
     bound = {path for row in rows for path in row.modules}
     assert {row.kernel for row in rows} == {"batch_invariant"}
     linears = {path for path, m in model.named_modules() if type(m) is torch.nn.Linear}

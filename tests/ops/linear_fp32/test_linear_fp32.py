@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-import opslot
 from opslot._base.errors import KernelError
 from opslot.models.discovery import discover
 from opslot.ops.linear_fp32 import op, torch_mm
-from opslot.slots.protocol import declared_slots
-from opslot.verify.tiny import tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -81,13 +77,3 @@ def test_routers_in_float32_are_found(arch):
 
 def test_routers_in_the_models_dtype_are_not():
     assert "linear_fp32/standard" not in map(str, discover("qwen3_moe").matches)
-
-
-@pytest.mark.parametrize("ops", ["batch_invariant", {"linear_head_implementation": "batch_invariant"}])
-def test_one_mechanism_serves_a_router(ops):
-    model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"))
-    opslot.apply(model, ops)
-    binding = opslot.explain(model)
-    assert binding.chosen("linear_fp32") == ("batch_invariant",)
-    router = next(module for module in model.modules() if "linear_fp32" in declared_slots(module))
-    assert "forward" not in vars(router)

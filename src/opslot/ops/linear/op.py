@@ -1,8 +1,7 @@
 """Linear layers and other multiplications by a module's own weight, such as a router's: contract and binding.
 
 Variants: `standard` is linear layers, `unaligned` those with sizes that are no multiple of 16 bytes in 16-bit dtypes,
-`head` those whose precision decides: output heads, and modules such as routers that multiply by a separate weight
-(except where `linear_fp32` has a slot).
+`head` those whose precision decides: output heads, and modules such as routers that multiply by a separate weight.
 
 `auto` selects kernels for `unaligned` alone and leaves other modules as they are. Where a kernel is selected, a linear
 layer calls it instead of its forward, and another module that multiplies by its own matrices runs its forward with
@@ -26,8 +25,7 @@ from torch.overrides import TorchFunctionMode
 from opslot.ops._common.model_config import language_config
 from opslot.ops.linear.aligned import is_unaligned
 from opslot.ops.linear.cases import CASES, UNALIGNED_CASES, benchmark_case
-from opslot.slots import KERNEL_REGISTRY, Cost, InputCase, KernelRequest, OpSpec, OpVariant
-from opslot.slots.protocol import declared_slots
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def standard(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,7 +53,6 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
-_HEAD_FIELD = "linear_head_implementation"
 _MATMULS = frozenset({"linear", "matmul", "mm"})
 
 
@@ -79,8 +76,6 @@ def _applies_to(module: nn.Module, config: Any) -> str | None:
         if weight.shape[0] in _head_sizes(config):
             return "head"
         return "unaligned" if is_unaligned(weight) else "standard"
-    if any(KERNEL_REGISTRY.op(op).field_of(variant) == _HEAD_FIELD for op, variant in declared_slots(module).values()):
-        return None
     has_matrix = any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
     return "head" if has_matrix and _multiplies(cls) else None
 
@@ -164,7 +159,7 @@ def _variant(name: str, cases: list[InputCase], where: str, config_field: str | 
 _VARIANTS = (
     _variant("standard", CASES, "in linear layers"),
     _variant("unaligned", UNALIGNED_CASES, "with sizes that are no multiple of 16 bytes"),
-    _variant("head", CASES[:3], "in output heads and routers", _HEAD_FIELD),
+    _variant("head", CASES[:3], "in output heads and routers", "linear_head_implementation"),
 )
 
 

@@ -48,7 +48,6 @@ OP = OpSpec(
             CASES,
             ("x", "weight"),
             _cost,
-            config_field="linear_head_implementation",
             static_shape=_static_shape,
             benchmark_case=benchmark_case,
             description="hidden states and weight of one dtype, results in float32",
