@@ -65,6 +65,13 @@ def test_cu_seqlens_are_those_of_the_global_sequence(extra):
     assert joined(found, "attention_mask") == torch.nn.functional.pad(mask, (0, 1)).tolist()
 
 
+def test_positions_that_skip_numbers_are_one_document():
+    positions = torch.tensor([[0, 1, 30, 31], [5, 6, 7, 80]])
+    found = parts({"input_ids": torch.ones(2, 4, dtype=torch.long), "position_ids": positions})
+    assert joined(found, "position_ids") == positions.tolist()
+    assert not any("cu_seq_lens_q" in part for part in found)
+
+
 def test_other_inputs_are_passed_on():
     found = parts({"input_ids": torch.ones(1, 2, dtype=torch.long), "use_cache": False})
     assert all(part["use_cache"] is False for part in found)

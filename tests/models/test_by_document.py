@@ -105,6 +105,20 @@ def test_positions_that_restart_separate_documents_without_naming_use_cache(ops)
     assert model(input_ids=ids, position_ids=positions).past_key_values is not None
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_5_text"])
+def test_positions_that_skip_numbers_are_one_document(arch):
+    """As for longer contexts that are trained on short rows; Transformers makes a cache of them."""
+    config = tiny_config(arch)
+    model = random_model(config).eval()
+    ids = random_ids(config)
+    positions = (torch.arange(20) + 30 * (torch.arange(20) >= 12)).expand(2, -1)
+    expected = model(input_ids=ids, position_ids=positions)
+    opslot.apply(model)
+    found = model(input_ids=ids, position_ids=positions)
+    assert found.past_key_values.get_seq_length() == 20
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def deepseek_v4():
     config = tiny_config("deepseek_v4")

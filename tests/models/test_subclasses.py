@@ -7,10 +7,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+)
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot.models._own_classes import overridden, with_slots
 from tests.models.sizes import SIZES
 
 IDS = torch.arange(2 * 12).reshape(2, 12) * 7 % 58 + 3
@@ -123,6 +129,26 @@ def test_kernel_that_an_own_forward_never_calls_raises():
         opslot.apply(model_of(Own), {"cross_entropy_loss_implementation": "chunk_loss"})
     with pytest.raises(ConfigError, match=r"Norm\.forward overrides LlamaRMSNorm\.forward"):
         opslot.apply(with_own_modules(), {"rms_norm_implementation": "torch_fused"})
+
+
+class InheritedLayer(LlamaDecoderLayer):
+    """Transformers wraps the inherited forward again in each class derived from its layers."""
+
+
+class SuperLayer(InheritedLayer):
+    def forward(self, hidden_states, **kwargs):
+        return super().forward(hidden_states, **kwargs)
+
+
+class OwnLayer(InheritedLayer):
+    def forward(self, hidden_states, **kwargs):
+        return self.mlp(self.input_layernorm(hidden_states))
+
+
+def test_layers_with_an_inherited_forward_read_their_slots():
+    assert overridden(with_slots(InheritedLayer)) is None
+    assert overridden(with_slots(SuperLayer)) is None
+    assert overridden(with_slots(OwnLayer)).startswith("OwnLayer.forward overrides LlamaDecoderLayer.forward")
 
 
 def test_original_instances_are_unchanged():

@@ -164,7 +164,9 @@ def _document_starts(batch: dict[str, Any]) -> Tensor:
         starts.view(-1)[offsets[offsets < starts.numel()]] = True
     elif positions is not None and (positions.dim() < _AXES_FIRST or len(positions) == _WITH_TEXT_AXIS):
         text = positions[0] if positions.dim() == _AXES_FIRST else positions
-        starts[:, 1:] |= text.expand_as(input_ids).diff(dim=1) != 1
+        step = text.expand_as(input_ids).diff(dim=1)
+        # Positions that rise through all rows, whatever numbers they skip, are those of one document a row.
+        starts[:, 1:] |= (step != 1) & (step < 1).any()
     if mask is not None:
         starts[:, 1:] |= mask[:, 1:].bool() != mask[:, :-1].bool()
     return starts

@@ -201,20 +201,28 @@ def _hider(cls: type, slot: str | None) -> str | None:
         names = _readers(base, slot) if slot is not None else ["forward"] * (ATTENTION_OPTIONS in vars(base))
         for name in names:
             read = inspect.unwrap(vars(base).get(name, getattr(cls, name)))
-            over = next(filter(None, (_override(other, name, read) for other in cls.__mro__[:position])), None)
+            over = _override(cls.__mro__[:position], name, read)
             if over is None:
                 return None
             found = found or f"{over} overrides {base.__name__}.{name} without calling super()"
     return found
 
 
-def _override(cls: type, name: str, method: Any) -> str | None:
-    """The name of a class's own method, if it is not `method` and does not call that of the next class."""
-    own = inspect.unwrap(vars(cls)[name]) if name in vars(cls) else method
-    if own is method:
-        return None
-    code = getattr(own, "__code__", None)
-    return f"{cls.__name__}.{name}" if code is None or "super" not in code.co_names else None
+def _override(classes: tuple[type, ...], name: str, method: Any) -> str | None:
+    """The name of the first class's own method that is not `method` and does not call that of the next class.
+
+    None if a call reaches `method`, which one of the classes may itself wrap.
+    """
+    for cls in classes:
+        if name not in vars(cls):
+            continue
+        own = inspect.unwrap(vars(cls)[name])
+        if own is method:
+            return None
+        code = getattr(own, "__code__", None)
+        if code is None or "super" not in code.co_names:
+            return f"{cls.__name__}.{name}"
+    return None
 
 
 def _readers(cls: type, slot: str) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from opslot.models._hooks import add_pre_hook
-from opslot.ops._common.documents import add_documents, given_arguments, models_around, positions_of_documents
+from opslot.ops._common.documents import add_documents, given_arguments, may_pack, models_around, positions_of_documents
 from opslot.slots.protocol import modules_by_document
 
 
@@ -41,5 +41,5 @@ def _without_cache(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
     # A compiled model cannot read positions, and training needs no cache.
     compiling = torch.compiler.is_compiling()
-    packed = torch.is_grad_enabled() if compiling else bool((positions.diff(dim=1) != 1).any())
+    packed = torch.is_grad_enabled() if compiling else may_pack(positions)
     return (args, {**kwargs, "use_cache": False}) if packed else None

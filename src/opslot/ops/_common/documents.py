@@ -183,6 +183,14 @@ def restart(positions: Tensor) -> bool:
     return bool(((step < 0) & (before > 0) & (after > 0)).any())
 
 
+def may_pack(positions: Tensor) -> bool:
+    """Whether positions [B, S] do not rise within a row, as where a document follows another; reads their values.
+
+    True also for padding and documents of one token. Positions that only skip numbers are those of one document.
+    """
+    return bool((positions.diff(dim=1) < 1).any())
+
+
 def has_position_axes(model: Any) -> bool:
     """Whether the rotary embedding of a decoder takes positions of several axes: time, height and width."""
     return "mrope_section" in (getattr(getattr(model, "config", None), "rope_parameters", None) or {})
@@ -223,11 +231,11 @@ def add_documents(
     positions = positions_of_documents(given)
     if positions is None or any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
         return None
+    if not may_pack(positions):
+        return None
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=1) != 1
     first = starts.flatten().nonzero().flatten()
-    if len(first) == len(positions):
-        return None
     cu_seqlens = torch.nn.functional.pad(first, (0, 1), value=starts.numel()).to(torch.int32)
     longest = int(cu_seqlens.diff().max())
     documents = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
