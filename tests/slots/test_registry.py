@@ -364,7 +364,13 @@ def test_extras_state_the_versions_that_kernels_require():
     stated = {packaging.requirements.Requirement(line).name: line for lines in extras.values() for line in lines}
     required = {r for spec in KERNEL_REGISTRY.specs() for r in spec.requires if r.version}
     lowest = {r.distribution: min(x.version for x in required if x.distribution == r.distribution) for r in required}
-    assert lowest == {"triton": ">=3.4", "liger-kernel": ">=0.8", "quack-kernels": ">=0.5", "fla-core": ">=0.6"}
+    assert lowest == {
+        "triton": ">=3.4",
+        "liger-kernel": ">=0.8",
+        "quack-kernels": ">=0.5",
+        "fla-core": ">=0.6",
+        "flash-qla": ">=0.1.3",
+    }
     for distribution, version in lowest.items():
         assert stated[distribution].partition(";")[0] == f"{distribution}{version}"
 

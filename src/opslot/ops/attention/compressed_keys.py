@@ -143,7 +143,10 @@ def _spans_of_window(call: CompressedCall, blocks: int, size: int) -> Tensor:
 def _spans_of_selected(call: CompressedCall, selected: Tensor | None, blocks: int, size: int) -> Tensor:
     device = call.intervals.device
     if selected is None:
-        return torch.tensor([0, call.queries], dtype=torch.int32, device=device).expand(call.batch, blocks, 2).clone()
+        spans = torch.zeros(call.batch, blocks, 2, dtype=torch.int32, device=device)
+        # Not a tensor of both numbers, whose copy to a GPU would wait for it.
+        spans[..., 1] = call.queries
+        return spans
     if call.kind == COUNTS:
         seen = selected[:, :, None] > torch.arange(0, blocks * size, size, device=device)
     else:

@@ -91,7 +91,9 @@ def blocks_of(visible: Visible, keys: int, size: int) -> tuple[Pools, Tensor]:
     pool = begins - 1
     inside = pool >= 0 if real is None else real & (pool >= 0)
     slot = pool.where(inside, count)
-    bounds = key.new_tensor([keys, 0])[:, None, None].repeat(1, key.shape[0], count + 1)
+    bounds = key.new_zeros(2, key.shape[0], count + 1)
+    # A tensor of both numbers would be a copy to the GPU that waits for it.
+    bounds[0] = keys
     bounds[0].scatter_(1, slot.where(first, count), key)
     bounds[1].scatter_reduce_(1, slot, key + 1, "amax")
     limits, of_keys = _limits(begins, seen), pool.where(inside, -2)
