@@ -89,15 +89,17 @@ _MODEL_LABELS = {
     "qwen3_8b_width_fp8": "Qwen3-8B width, another run",
     "qwen3_0.6b": "Qwen3-0.6B, whole",
     "qwen3_0.6b_1x2048": "Qwen3-0.6B, whole, 1 x 2,048",
-    "qwen3_0.6b_graphs": "Qwen3-0.6B, whole, another run",
     "qwen3_0.6b_1x2048_graphs": "Qwen3-0.6B, whole, 1 x 2,048, another run",
     "qwen3_8b": "Qwen3-8B, whole",
     "llama3.1_8b_width": "Llama-3.1-8B width",
     "llama3.1_8b_width_fp8": "Llama-3.1-8B width, another run",
     "llama_3b_width": "Llama-3.2-3B width",
     "mistral_7b_width": "Mistral-7B width, sliding window",
+    "mistral_7b_width_fp8": "Mistral-7B width, another run",
     "phi4_width": "Phi-4 width",
+    "phi4_width_fp8": "Phi-4 width, another run",
     "olmo3_7b_width": "OLMo-3-7B width",
+    "olmo3_7b_width_fp8": "OLMo-3-7B width, another run",
     "gemma3_12b_width": "Gemma-3-12B width",
     "qwen3_30b_a3b_width": "Qwen3-30B-A3B width",
     "qwen3_30b_a3b_width_fp8": "Qwen3-30B-A3B width, another run",
@@ -106,6 +108,7 @@ _MODEL_LABELS = {
     "moonlight_width": "Moonlight-16B-A3B width",
     "moonlight_width_2": "Moonlight-16B-A3B width, another run",
     "glm_4.5_air_width": "GLM-4.5-Air width",
+    "glm_4.5_air_width_2": "GLM-4.5-Air width, another run",
     "qwen3.5_9b_width": "Qwen3.5-9B width",
     "qwen3.5_9b_width_fp8": "Qwen3.5-9B width, another run",
     "qwen3.5_35b_a3b_width": "Qwen3.5-35B-A3B width, 4 layers",
@@ -214,16 +217,31 @@ def _missing(library: str, op: str, variant: str, run: Run) -> _Cell:
     return ("-" if included else "not measured"), None
 
 
+# What libraries write of a model that they have no code for.
+_UNSUPPORTED = (
+    "No Modeling registered",
+    "has no patches for this model",
+    "does not support an attention implementation",
+)
+
+
 def _failure(text: str) -> str:
-    return "out of memory" if "out of memory" in text.lower() or "OutOfMemory" in text else "failed"
+    if "out of memory" in text.lower() or "OutOfMemory" in text:
+        return "out of memory"
+    if any(part in text for part in _UNSUPPORTED):
+        return "not supported"
+    return "timed out" if text.startswith("not done after") else "failed"
 
 
 def _step_cell(implementation: str, rows: Sequence[StepRow]) -> _Cell:
     row = next((r for r in rows if r.implementation == implementation), None)
     if row is None:
         return "not measured", None
-    if not row.valid or row.tokens_per_s is None:
-        return (_failure(row.error) if row.error else "wrong loss"), None
+    if row.error or row.tokens_per_s is None:
+        return _failure(row.error), None
+    if not row.valid:
+        # Such as "WRONG: a loss differs by 0.4% from Transformers".
+        return f"{row.tokens_per_s:,.0f}, loss {row.check.partition(' differs by ')[2].partition(' ')[0]} off", None
     memory = f", {row.peak_gib:.1f} GiB" if row.peak_gib is not None else ""
     mark = "*" if row.check.startswith("unchecked: Transformers") else ""
     return f"{row.tokens_per_s:,.0f}{mark}{memory}", row.tokens_per_s

@@ -32,7 +32,7 @@ class Goal(NamedTuple):
 GOALS = (
     Goal("qwen3_8b_width", 1.1),
     Goal("qwen3_8b_width_fp8", tokens_per_s=52_000, fp8=True),
-    Goal("qwen3_0.6b_graphs", tokens_per_s=120_000),
+    Goal("qwen3_0.6b", tokens_per_s=120_000),
     Goal("qwen3_0.6b_1x2048_graphs", tokens_per_s=80_000),
     Goal("gemma3_12b_width", 1.5),
     Goal("qwen3_30b_a3b_width", 1.4),

@@ -118,7 +118,14 @@ def test_cells_name_unmeasured_values(docs, monkeypatch):
     ]
     steps = [
         StepRow("qwen3_8b_width", "opslot", 2, 8192, tokens_per_s=4e4, peak_gib=34.5, check="ok"),
-        StepRow("qwen3_8b_width", "Transformers", 2, 8192, tokens_per_s=5e4, check="WRONG: a loss differs"),
+        StepRow(
+            "qwen3_8b_width",
+            "Transformers",
+            2,
+            8192,
+            tokens_per_s=5e4,
+            check="WRONG: a loss differs by 1.3% from opslot eager",
+        ),
         StepRow("qwen3_8b_width", "VeOmni", 2, 8192, error="OutOfMemoryError"),
     ]
     for baselines, veomni in (((), "not measured"), (("veomni",), "-")):
@@ -133,5 +140,16 @@ def test_cells_name_unmeasured_values(docs, monkeypatch):
             f"| {'not measured'} | out of memory | 8.00 |"
         )
         assert moe.count("not measured") == 5
-        assert dense.endswith("| 40,000, 34.5 GiB | not measured | out of memory | - | not measured | wrong loss |")
+        cells = ("40,000, 34.5 GiB", "not measured", "out of memory", "-", "not measured", "50,000, loss 1.3% off")
+        assert dense.endswith(f"| {' | '.join(cells)} |")
         assert loss.count("not measured") == 6
+
+
+def test_cells_say_why_a_library_has_no_time(docs):
+    errors = {
+        "not supported": "ValueError: Unknown Modeling name: phi3. No Modeling registered for this source.",
+        "timed out": "not done after 90 s",
+        "out of memory": "torch.OutOfMemoryError: CUDA out of memory",
+        "failed": "RuntimeError: shapes",
+    }
+    assert {docs._failure(error): error for error in errors.values()} == errors
