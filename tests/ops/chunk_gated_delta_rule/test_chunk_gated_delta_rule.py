@@ -575,3 +575,21 @@ def test_call_with_wide_keys_in_float32_raises_on_gpus_with_99_kib(monkeypatch):
     monkeypatch.setattr("opslot.ops.chunk_gated_delta_rule.triton.shared_memory", lambda device: 99 * 1024)
     with pytest.raises(KernelError, match="cannot take key: its heads are 136 wide, the limit is 128 in float32"):
         kernel(**given)
+
+
+@pytest.mark.parametrize(
+    ("capability", "key_width", "value_width", "reason"),
+    [
+        ((9, 0), 128, 128, None),
+        ((10, 0), 128, 128, None),
+        ((11, 0), 128, 128, "has kernels for Hopper (compute capability 9.0) and Blackwell (10.0, 10.3, 12.0, 12.1)"),
+        ((9, 0), 96, 128, "takes keys 128 wide, this module's are 96"),
+        ((9, 0), 128, 192, "takes values 128 wide, this module's are 192"),
+    ],
+)
+def test_flash_qla_serves_the_sizes_and_gpus_that_it_is_written_for(capability, key_width, value_width, reason):
+    module = torch.nn.Module()
+    module.head_k_dim, module.head_v_dim = key_width, value_width
+    gpu = DeviceFacts("gpu", capability)
+    request = KernelRequest("chunk_gated_delta_rule", "standard", gpu, torch.bfloat16, module)
+    assert KERNEL_REGISTRY.get(request.op_name, "standard", "flash_qla").supports(request) == reason
