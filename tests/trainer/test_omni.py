@@ -175,11 +175,19 @@ def test_generate_and_merge_of_adapters_beside_the_speech_parts(omni_settings, t
     assert read_folder(merged).keys() == read_folder(tmp_path / "omni").keys()
     assert (tmp_path / "merged" / "spk_dict.pt").is_file()
     answers = []
-    for folder in (adapters, merged):
+    tone = next(tmp_path.rglob("*.wav"))
+    for folder, media in (
+        (adapters, []),
+        (merged, []),
+        (adapters, ["--audio", str(tone)]),
+        (merged, ["--audio", str(tone)]),
+    ):
         capsys.readouterr()
-        assert main(["generate", folder, "--prompt", "Which tone?", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+        given = ["generate", folder, "--prompt", "Which tone?", "--max-new-tokens", "4", "--device", "cpu"]
+        assert main([*given, *media]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
+    assert answers[2] == answers[3]
 
 
 @pytest.mark.parametrize("given", [True, False])

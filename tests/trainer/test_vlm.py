@@ -446,3 +446,59 @@ def test_generate_loads_the_class_that_the_config_names(architecture, auto):
     config = tiny_config("qwen3_5")
     config.architectures = [architecture]
     assert _auto_class(config).__name__ == auto
+
+
+@pytest.fixture
+def saved_model(tmp_path):
+    """A checkpoint with random weights, and a drawn image."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    folder = str(write_model(tmp_path / "vlm"))
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder, str(draw(tmp_path / "circle.png", 1))
+
+
+def test_generate_about_an_image_equals_transformers(saved_model, capsys):
+    from transformers import AutoModelForImageTextToText
+
+    from opslot.cli import main
+    from opslot.trainer.processors import load_processor
+
+    folder, image = saved_model
+    given = ["generate", folder, "--prompt", "What is it?", "--max-new-tokens", "6", "--device", "cpu"]
+    assert main([*given, "--image", image]) == 0
+    found = capsys.readouterr().out
+    processor = load_processor(folder)
+    parts = [{"type": "image", "path": image}, {"type": "text", "text": "What is it?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": parts}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    assert "pixel_values" in inputs
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval()
+    output = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    expected = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert found == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("image", [], "--prompt with {path}: the image {path} does not decode"),
+        ("audio", [], "--prompt with {path}: has audio, which Qwen3VLProcessor cannot process"),
+        ("image", ["--raw"], "--image needs a chat turn, and --raw is given"),
+        ("image", ["--image", "missing.png"], "--image: there is no file missing.png"),
+    ],
+)
+def test_generate_with_media_that_cannot_be_given_raises(saved_model, tmp_path, capsys, kind, more, message):
+    from opslot.cli import main
+
+    broken = tmp_path / "broken.bin"
+    broken.write_bytes(b"none")
+    given = ["generate", saved_model[0], "--prompt", "What?", "--device", "cpu", f"--{kind}", str(broken), *more]
+    assert main(given) == 2
+    assert message.format(path=broken) in capsys.readouterr().err

@@ -136,17 +136,31 @@ def _add_data(add: _Add) -> None:
     )
 
 
+def _medium(kind: str, path: str) -> tuple[str, str]:
+    return kind, path
+
+
 def _add_generate(add: _Add) -> None:
     generate = add(
         "generate",
         help="generate from a checkpoint, with its chat template",
         epilog=(
             'examples:\n  opslot generate outputs/run/hf --prompt "What is 2+2?"\n'
-            "  opslot generate outputs/run/hf --prompt 'def f(' --raw --temperature 0.7"
+            "  opslot generate outputs/run/hf --prompt 'def f(' --raw --temperature 0.7\n"
+            '  opslot generate outputs/vlm/hf --image shapes.png --prompt "How many circles?"'
         ),
     )
     generate.add_argument("model", help="a Hugging Face folder with weights, or LoRA adapters, and tokenizer")
     generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
+    for kind in ("image", "video", "audio"):
+        generate.add_argument(
+            f"--{kind}",
+            action="append",
+            dest="media",
+            type=functools.partial(_medium, kind),
+            metavar="FILE",
+            help="before every prompt, in the order given; may be repeated",
+        )
     generate.add_argument("--system", default=None, help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
     generate.add_argument("--max-new-tokens", type=count, default=256, metavar="N", help="default 256")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import ConfigError
@@ -14,14 +15,16 @@ def run(options: argparse.Namespace) -> int:
     """Print the answer to each prompt.
 
     Raises:
-        ConfigError: no checkpoint of a causal language model in the folder.
+        ConfigError: no checkpoint of a model that generates text in the folder, or media that it does not take.
     """
     import torch
     from transformers.utils import logging
 
     from opslot._base.device import best_device, usable_device
+    from opslot.data.encoder import SampleError
     from opslot.data.tokenizer import load_tokenizer
-    from opslot.trainer.generating import generate_answers
+    from opslot.models import load_config
+    from opslot.trainer.generating import answer_about_media, generate_answers, media_encoder
     from opslot.trainer.processors import has_processor
 
     model, prompts, system, raw = options.model, options.prompt, options.system, options.raw
@@ -35,23 +38,34 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--prompt is empty, so there is no token to continue", hint="give a prompt of one token or more"
         )
+    media = options.media or []
+    if media and raw:
+        raise ConfigError(f"--{media[0][0]} needs a chat turn, and --raw is given", hint="leave out --raw")
+    for kind, path in media:
+        if not Path(path).is_file():
+            raise ConfigError(f"--{kind}: there is no file {path}")
+    encoder = None
+    if media:
+        config = load_config(base, trust_remote_code=options.trust_remote_code)
+        encoder = media_encoder(model, config, trust_remote_code=options.trust_remote_code)
     logging.disable_progress_bar()
     loaded = _load(model, base, options.trust_remote_code).to(target).eval()
     torch.manual_seed(options.seed)
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature > 0 else None
+    common: dict[str, Any] = {"system": system, "device": target, "sampling": sampling}
     with torch.no_grad():
         for prompt in prompts:
-            (answer,) = generate_answers(
-                loaded,
-                tokenizer,
-                [prompt],
-                options.max_new_tokens,
-                chat=False if raw else None,
-                system=system,
-                as_processor=has_processor(model),
-                device=target,
-                sampling=sampling,
-            )
+            if encoder is None:
+                as_processor, chat = has_processor(model), False if raw else None
+                (answer,) = generate_answers(
+                    loaded, tokenizer, [prompt], options.max_new_tokens, chat=chat, as_processor=as_processor, **common
+                )
+            else:
+                try:
+                    answer = answer_about_media(loaded, encoder, prompt, media, options.max_new_tokens, **common)
+                except SampleError as error:
+                    given = ", ".join(path for _, path in media)
+                    raise ConfigError(f"--prompt with {given}: {error}") from error
             if len(prompts) > 1:
                 print(f">>> {prompt}")
             print(answer)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot.data.content_forms import ContentForms
 from opslot.data.multimodal.processor_call import special_tokens_option
-from opslot.data.multimodal.token_templates import renders_tokens
+from opslot.data.multimodal.rope_positions import RopePositions
+from opslot.data.multimodal.samples import MultimodalEncoder
+from opslot.data.multimodal.token_templates import TokenTemplateEncoder, renders_tokens
+from opslot.models import trained_config
+from opslot.trainer.processors import load_processor, multimodal_class
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def generate_answers(
@@ -36,7 +42,6 @@ def generate_answers(
     import torch
 
     answers = []
-    options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **(sampling or {})}
     in_form = ContentForms(lambda messages, _: (str(tokenizer.apply_chat_template(messages, tokenize=False)), None))
     as_tokens = renders_tokens(tokenizer)
     has_template = as_tokens or bool(getattr(tokenizer, "chat_template", None))
@@ -51,18 +56,70 @@ def generate_answers(
             text = str(tokenizer.apply_chat_template(in_form(messages), add_generation_prompt=True, tokenize=False))
             special = special_tokens_option(tokenizer, text) if as_processor else {"add_special_tokens": False}
             ids = tokenizer(text, **special)["input_ids"]
-        inputs = torch.tensor([ids], device=device)
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        output = model.generate(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad,
-            eos_token_id=_end_tokens(model, tokenizer),
-            **options,
-        )
-        answers.append(str(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)))
+        tokens = torch.tensor([ids], device=device)
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        answers.append(_answer(model, tokenizer, inputs, max_new_tokens, sampling))
     return answers
+
+
+def answer_about_media(
+    model: Any,
+    encoder: MultimodalEncoder,
+    prompt: str,
+    media: Sequence[tuple[str, str]],
+    max_new_tokens: int,
+    *,
+    system: str | None = None,
+    device: torch.device | str | None = None,
+    sampling: dict[str, Any] | None = None,
+) -> str:
+    """As `generate_answers`, of a prompt with images, videos or audio before it in the same turn.
+
+    Args:
+        media: kind ("image", "video" or "audio") and path of each.
+
+    Raises:
+        SampleError: media that cannot be read, or that the processor or the chat template rejects.
+    """
+    parts = [{"type": kind, "path": path} for kind, path in media]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": [*parts, {"type": "text", "text": prompt}]})
+    given = encoder.prompt(messages, Path())
+    inputs = {name: x.to(device, model.dtype if x.is_floating_point() else None) for name, x in given.items()}
+    return _answer(model, encoder.tokenizer, inputs, max_new_tokens, sampling)
+
+
+def media_encoder(folder: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> MultimodalEncoder:
+    """The encoder of prompts for a model with this config.
+
+    Args:
+        folder: has the processor.
+
+    Raises:
+        ConfigError: no processor, or a model without encoders.
+    """
+    processor: Any = load_processor(folder, trust_remote_code=trust_remote_code)
+    if getattr(processor, "chat_template", None):
+        processor.tokenizer.chat_template = processor.chat_template
+    trained = trained_config(config, multimodal_class(config))
+    positions = RopePositions(trained, multimodal_class(trained))
+    made = TokenTemplateEncoder if renders_tokens(processor.tokenizer) else MultimodalEncoder
+    return made(processor, trained, positions, 0)
+
+
+def _answer(
+    model: Any,
+    tokenizer: Any,
+    inputs: dict[str, Any],
+    max_new_tokens: int,
+    sampling: dict[str, Any] | None,
+) -> str:
+    """The text that `model` continues `inputs` with."""
+    options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **(sampling or {})}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ends = _end_tokens(model, tokenizer)
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=ends, **options)
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:

@@ -13,6 +13,19 @@ import torch
 from opslot._base.source import source_of
 from opslot.data.multimodal.media import Video
 
+# What processors raise for input that they do not take.
+REJECTED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    RuntimeError,
+    AttributeError,
+    ArithmeticError,
+    OSError,
+    # More placeholders than images.
+    StopIteration,
+)
+
 
 def call_processor(
     processor: Any,

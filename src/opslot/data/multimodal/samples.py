@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from opslot._base.device import has_package
 from opslot._base.errors import ConfigError, DataError
 from opslot._base.source import forward_source, source_of
-from opslot.data.chat import ChatEncoder, Rendered
+from opslot.data.chat import ChatEncoder, Message, Rendered
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
 from opslot.data.multimodal.audio import load_audio, load_audio_track
@@ -29,6 +30,7 @@ from opslot.data.multimodal.expanded_text import moved_spans
 from opslot.data.multimodal.media import KINDS, Limits, MediaError, from_bytes, load_image, load_video, to_bytes
 from opslot.data.multimodal.parts import COLUMNS, has_unused_tag, media_of, separate_media
 from opslot.data.multimodal.processor_call import (
+    REJECTED,
     RecordingTokenizer,
     audio_without_tokens,
     call_processor,
@@ -43,18 +45,6 @@ from opslot.data.records import Location
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
-# What processors raise for input that they do not take.
-REJECTED = (
-    ValueError,
-    TypeError,
-    LookupError,
-    RuntimeError,
-    AttributeError,
-    ArithmeticError,
-    OSError,
-    # More placeholders than images.
-    StopIteration,
-)
 # The part of a processor that each kind of media needs; some have another name in some releases.
 _COMPONENTS = {
     "image": ("image_processor",),
@@ -201,6 +191,29 @@ class MultimodalEncoder(ChatEncoder):
         tokens["label"][np.isin(tokens["token"], self.media_tokens)] = IGNORE_INDEX
         document = MediaDocument(tokens, to_bytes(description), self.cost(inputs))
         return document, {kind for kind, _ in used}
+
+    def prompt(self, messages: Sequence[Message], folder: Path) -> dict[str, torch.Tensor]:
+        """What the processor returns for a conversation that the model is to answer: inputs of `generate`.
+
+        Args:
+            messages: with media as in samples.
+            folder: of relative paths.
+
+        Raises:
+            SampleError: media that cannot be read, or input that the chat template or the processor rejects.
+        """
+        try:
+            record, media = separate_media({"messages": list(messages)}, "messages")
+        except MediaError as error:
+            raise SampleError(str(error)) from error
+        turns = record["messages"]
+        description = {"folder": str(folder), "text": self._prompt_text(turns), "media": media_of(turns, media)}
+        return self._process(description, *self._load(description))[0]
+
+    def _prompt_text(self, messages: list[Message]) -> str:
+        if not self.plain:
+            return self._render(messages, None, prompt=True)[0]
+        return "".join(part.get("text", "") for message in messages for part in message["content"])
 
     @cached_property
     def _required_inputs(self) -> set[str]:
@@ -362,7 +375,9 @@ class MultimodalEncoder(ChatEncoder):
         for kind, source in description["media"]:
             component = self._component(kind)
             if component is None:
-                raise SampleError(f"has {kind}, which {type(self.processor).__name__} cannot process{_missing(kind)}")
+                lacks = kind == "video" and not has_package("torchvision")
+                missing = " without torchvision; pip install torchvision" if lacks else ""
+                raise SampleError(f"has {kind}, which {type(self.processor).__name__} cannot process{missing}")
             try:
                 if kind == "image":
                     media[kind].append(load_image(source, folder, self.limits))
@@ -475,14 +490,6 @@ class MultimodalEncoder(ChatEncoder):
         """Whether tokens have the placeholder of videos; True where the config does not name it."""
         token = getattr(self.config, "video_token_id", None)
         return token is None or bool((ids == token).any())
-
-
-def _missing(kind: str) -> str:
-    import importlib.util
-
-    if kind == "video" and importlib.util.find_spec("torchvision") is None:
-        return " without torchvision; pip install torchvision"
-    return ""
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

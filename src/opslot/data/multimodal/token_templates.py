@@ -20,7 +20,8 @@ from opslot._base.errors import ConfigError
 from opslot.data.chat import Message, Rendered
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
-from opslot.data.multimodal.samples import REJECTED, MultimodalEncoder
+from opslot.data.multimodal.processor_call import REJECTED
+from opslot.data.multimodal.samples import MultimodalEncoder
 
 
 def renders_tokens(tokenizer: Any) -> bool:
@@ -58,6 +59,9 @@ class TokenTemplateEncoder(MultimodalEncoder):
             turns = turns[-1:]
         spans = None if self.train_on == "all" else [(turn, turn + 1) for turn in turns]
         return [Rendered(text, spans, messages)]
+
+    def _prompt_text(self, messages: list[Message]) -> str:
+        return json.dumps({"messages": messages, "tools": None})
 
     def _labels(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
         trained = np.full(len(ids), sample.spans is None)
