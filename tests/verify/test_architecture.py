@@ -448,6 +448,14 @@ def test_checks_against_a_model_that_transformers_does_not_run_have_no_result(mo
     assert [(outcome.result, outcome.detail) for outcome in found.outcomes] == [wanted, wanted], str(found)
 
 
+def test_kernels_that_refuse_a_model_that_transformers_does_not_run_have_no_result():
+    config = tiny_config("llama")
+    config.num_key_value_heads = 3
+    found = check_architecture(config, checks=["eager", "auto", "packed", "frozen"])
+    assert {outcome.result for outcome in found.outcomes} == {"unsupported"}, str(found)
+    assert all("Transformers raises RuntimeError: The size of" in outcome.detail for outcome in found.outcomes)
+
+
 @pytest.mark.quick("llama4")
 @pytest.mark.parametrize("arch", ["llama4", "qwen2_5_omni", "voxtral"])
 def test_modalities_on_two_processes(processes, arch):

@@ -101,12 +101,11 @@ class ConfigChecks:
             return CheckOutcome(check, *(function() if function is not None else self._parallel(check)))
         except _NoReference as error:
             return CheckOutcome(check, "unsupported", str(error))
-        except OpslotError as error:
-            return CheckOutcome(check, "failed", str(error))
         except Exception as error:
             if self._transformers_error:
                 return CheckOutcome(check, "unsupported", self._transformers_error)
-            return CheckOutcome(check, "failed", f"raised {type(error).__name__}: {error}")
+            detail = str(error) if isinstance(error, OpslotError) else f"raised {type(error).__name__}: {error}"
+            return CheckOutcome(check, "failed", detail)
 
     @cached_property
     def _transformers_error(self) -> str:
