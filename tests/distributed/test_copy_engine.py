@@ -165,7 +165,7 @@ def error_messages():
 def test_unavailable_copies_raise_if_requested(ranks):
     for message in ranks.run(error_messages):
         assert "fsdp.copy_engine is on, but the model runs on cpu, and copies need GPUs" in message
-        assert "hint: remove it to use NCCL" in message
+        assert "hint: remove it to use the collectives of the process group" in message
 
 
 def ring():
@@ -193,3 +193,15 @@ def ring():
 @pytest.mark.parametrize("world", [2, 4])
 def test_transfers_of_any_size(ranks, world):
     assert ranks.run(ring, world=world) == [[]] * world
+
+
+def log_on_cpu():
+    """What is logged of copies for a model on the CPU, whose collectives are not NCCL's."""
+    state = init_parallel_state(device_type="cpu")
+    with mock.patch.object(copy_engine.logger, "info") as log:
+        shard_model(nn.Sequential(nn.Linear(8, 8)), state, layers=["Linear"])
+    return [call.args for call in log.call_args_list]
+
+
+def test_a_model_on_the_cpu_is_not_said_to_use_nccl(ranks):
+    assert ranks.run(log_on_cpu) == [[], []]

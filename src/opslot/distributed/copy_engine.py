@@ -242,9 +242,10 @@ def use_copies(
         if wanted:
             raise ConfigError(
                 f"fsdp.copy_engine is on, but {obstacle}",
-                hint="remove it to use NCCL",
+                hint="remove it to use the collectives of the process group",
             )
-        logger.info("FSDP uses NCCL instead of copies: %s", obstacle)
+        if device.type == "cuda":
+            logger.info("FSDP uses NCCL instead of copies: %s", obstacle)
         return []
     comms = {
         name: (CopyAllGather(group, device), CopyReduceScatter(group, device, add)) for name, group in shared.items()
