@@ -454,6 +454,7 @@ def test_kernels_that_refuse_a_model_that_transformers_does_not_run_have_no_resu
     found = check_architecture(config, checks=["eager", "auto", "packed", "frozen"])
     assert {outcome.result for outcome in found.outcomes} == {"unsupported"}, str(found)
     assert all("Transformers raises RuntimeError: The size of" in outcome.detail for outcome in found.outcomes)
+    assert found.summary() == "llama: not checked"
 
 
 @pytest.mark.quick("llama4")
