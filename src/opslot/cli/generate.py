@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--{media[0][0]} needs a chat turn, and --raw is given", hint="leave out --raw")
     for kind, path in media:
         if not Path(path).is_file():
-            raise ConfigError(f"--{kind}: there is no file {path}")
+            raise ConfigError(f"--{kind}: there is no file {path}", hint="give the path of a file")
     encoder = None
     if media:
         config = load_config(base, trust_remote_code=options.trust_remote_code)
@@ -65,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
                     answer = answer_about_media(loaded, encoder, prompt, media, options.max_new_tokens, **common)
                 except SampleError as error:
                     given = ", ".join(path for _, path in media)
-                    raise ConfigError(f"--prompt with {given}: {error}") from error
+                    hint = "give files that this model takes"
+                    raise ConfigError(f"--prompt with {given}: {error}", hint=hint) from error
             if len(prompts) > 1:
                 print(f">>> {prompt}")
             print(answer)
