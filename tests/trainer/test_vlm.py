@@ -491,7 +491,7 @@ def test_generate_about_an_image_equals_transformers(saved_model, capsys):
         ("image", [], "--prompt with {path}: the image {path} does not decode"),
         ("audio", [], "--prompt with {path}: has audio, which Qwen3VLProcessor cannot process"),
         ("image", ["--raw"], "--image needs a chat turn, and --raw is given"),
-        ("image", ["--image", "missing.png"], "--image: there is no file missing.png"),
+        ("image", ["--image", "missing.png"], "--image: missing.png is not a file"),
     ],
 )
 def test_generate_with_media_that_cannot_be_given_raises(saved_model, tmp_path, capsys, kind, more, message):

@@ -43,20 +43,18 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--{media[0][0]} needs a chat turn, and --raw is given", hint="leave out --raw")
     for kind, path in media:
         if not Path(path).is_file():
-            raise ConfigError(f"--{kind}: there is no file {path}", hint="give the path of a file")
-    encoder = None
-    if media:
-        config = load_config(base, trust_remote_code=options.trust_remote_code)
-        encoder = media_encoder(model, config, trust_remote_code=options.trust_remote_code)
+            raise ConfigError(f"--{kind}: {path} is not a file", hint="give the path of a file")
+    config = load_config(base, trust_remote_code=options.trust_remote_code)
+    encoder = media_encoder(model, config, trust_remote_code=options.trust_remote_code) if media else None
     logging.disable_progress_bar()
-    loaded = _load(model, base, options.trust_remote_code).to(target).eval()
+    loaded = _load(model, base, config, options.trust_remote_code).to(target).eval()
     torch.manual_seed(options.seed)
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature > 0 else None
     common: dict[str, Any] = {"system": system, "device": target, "sampling": sampling}
+    as_processor, chat = has_processor(model), False if raw else None
     with torch.no_grad():
         for prompt in prompts:
             if encoder is None:
-                as_processor, chat = has_processor(model), False if raw else None
                 (answer,) = generate_answers(
                     loaded, tokenizer, [prompt], options.max_new_tokens, chat=chat, as_processor=as_processor, **common
                 )
@@ -104,11 +102,9 @@ def _auto_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _load(folder: str, base: str, trust_remote_code: bool) -> Any:
+def _load(folder: str, base: str, config: Any, trust_remote_code: bool) -> Any:
     from opslot.checkpoint.adapters import load_adapter
-    from opslot.models import load_config
 
-    config = load_config(base, trust_remote_code=trust_remote_code)
     model = _text_model(base, config) or _transformers_model(base, config, trust_remote_code)
     if base != folder:
         load_adapter(model, folder)

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from opslot.data.content_forms import ContentForms
 from opslot.data.multimodal.processor_call import special_tokens_option
-from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.data.multimodal.samples import MultimodalEncoder
-from opslot.data.multimodal.token_templates import TokenTemplateEncoder, renders_tokens
-from opslot.models import trained_config
-from opslot.trainer.processors import load_processor, multimodal_class
+from opslot.data.multimodal.token_templates import encoder_class, renders_tokens
+from opslot.trainer.processors import load_processor, rope_positions
 
 if TYPE_CHECKING:
     import torch
@@ -101,10 +99,8 @@ def media_encoder(folder: str, config: PreTrainedConfig, *, trust_remote_code: b
     processor: Any = load_processor(folder, trust_remote_code=trust_remote_code)
     if getattr(processor, "chat_template", None):
         processor.tokenizer.chat_template = processor.chat_template
-    trained = trained_config(config, multimodal_class(config))
-    positions = RopePositions(trained, multimodal_class(trained))
-    made = TokenTemplateEncoder if renders_tokens(processor.tokenizer) else MultimodalEncoder
-    return made(processor, trained, positions, 0)
+    positions = rope_positions(config)
+    return encoder_class(processor.tokenizer)(processor, positions.config, positions, 0)
 
 
 def _answer(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, missing_package
 from opslot._base.logging import get_logger
-from opslot.models import MODEL_PROCESSOR_REGISTRY
+from opslot.data.multimodal.rope_positions import RopePositions
+from opslot.models import MODEL_PROCESSOR_REGISTRY, trained_config
 from opslot.models._build import multimodal_auto_class
 
 if TYPE_CHECKING:
@@ -69,6 +70,12 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
 def has_processor(path: str | Path) -> bool:
     """Whether a checkpoint's folder has files of a processor."""
     return any((Path(path).expanduser() / name).is_file() for name in _FILES[:2])
+
+
+def rope_positions(config: PreTrainedConfig) -> RopePositions:
+    """Of the model that a checkpoint with this config trains; its errors are those of `multimodal_class`."""
+    trained = trained_config(config, multimodal_class(config))
+    return RopePositions(trained, multimodal_class(trained))
 
 
 def multimodal_class(config: PreTrainedConfig) -> str:

@@ -21,18 +21,16 @@ from opslot.data.mixture import MixedDataset
 from opslot.data.multimodal.collation import MultimodalCollator
 from opslot.data.multimodal.encoder_cost import AudioRows
 from opslot.data.multimodal.media import Limits
-from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.data.multimodal.samples import MultimodalEncoder
-from opslot.data.multimodal.token_templates import TokenTemplateEncoder, renders_tokens
+from opslot.data.multimodal.token_templates import encoder_class
 from opslot.data.packing import Documents, PackedDataset
 from opslot.data.split import split_documents
 from opslot.data.tokenizer import load_tokenizer
-from opslot.models import trained_config
 from opslot.models._build import config_error
 from opslot.models._multimodal.placeholders import PlaceholderCheck
 from opslot.models.flop_modules import ModuleReader
 from opslot.trainer.config import EvaluationConfig, RunConfig
-from opslot.trainer.processors import load_processor, multimodal_class
+from opslot.trainer.processors import load_processor, rope_positions
 from opslot.trainer.setup import input_dtype
 from opslot.trainer.validate import RunInputs, micro_batch_size
 
@@ -349,19 +347,17 @@ def _multimodal_encoder(
         tokenizer.chat_template = processor.chat_template
     load_chat_template(tokenizer, data.chat_template)
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
-    trained = trained_config(model_config, multimodal_class(model_config))
-    positions = RopePositions(trained, multimodal_class(trained))
+    positions = rope_positions(model_config)
     try:
         # Of the configuration, not of a sample.
         positions.model  # noqa: B018
     except Exception as error:
         raise config_error(
-            f"{positions.class_name} cannot be built from its config", trained.to_dict(), error
+            f"{positions.class_name} cannot be built from its config", positions.config.to_dict(), error
         ) from error
-    encoder = TokenTemplateEncoder if renders_tokens(tokenizer) else MultimodalEncoder
-    return encoder(
+    return encoder_class(tokenizer)(
         processor,
-        trained,
+        positions.config,
         positions,
         data.sample_length,
         Limits(data.max_pixels, data.max_frames, data.max_fps),

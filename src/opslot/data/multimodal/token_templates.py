@@ -32,6 +32,11 @@ def renders_tokens(tokenizer: Any) -> bool:
     return not getattr(tokenizer, "is_fast", False) and own is not PreTrainedTokenizerBase.apply_chat_template
 
 
+def encoder_class(tokenizer: Any) -> type[MultimodalEncoder]:
+    """The class that encodes conversations with this tokenizer."""
+    return TokenTemplateEncoder if renders_tokens(tokenizer) else MultimodalEncoder
+
+
 class TokenTemplateEncoder(MultimodalEncoder):
     """Encodes conversations with the `apply_chat_template` of a processor and its tokenizer.
 

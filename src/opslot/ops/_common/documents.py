@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from opslot._base.boundaries import boundaries_of
 from opslot._base.host_values import host_values
 from opslot._base.source import takes_text_axis
 from opslot._base.tensor_cache import TensorCache
@@ -236,10 +237,8 @@ def add_documents(
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=1) != 1
     first = starts.flatten().nonzero().flatten()
-    cu_seqlens = torch.nn.functional.pad(first, (0, 1), value=starts.numel()).to(torch.int32)
-    longest = int(cu_seqlens.diff().max())
-    documents = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-    return args, {**kwargs, **documents, "max_length_q": longest, "max_length_k": longest}
+    offsets = torch.nn.functional.pad(first, (0, 1), value=starts.numel())
+    return args, {**kwargs, **boundaries_of(offsets)}
 
 
 def _shown(boundaries: list[int]) -> str:

@@ -22,21 +22,14 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
 
     The first call with new widths, heads or dtype tunes fla's kernels, minutes of compiling that fla keeps on disk.
     """
-    query, key, value, g, _, initial_state, want_state, normalize, cu_seqlens = given
+    query, key, value, g, *_ = given
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype != torch.bfloat16:
             reject(_LABEL, name, f"its dtype is {tensor.dtype}, not bfloat16", "use torch_chunked")
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     given.check(_LABEL)
-    out, final = _function_of(g)(
-        *given.in_one_row,
-        # Kimi delta attention asserts the dtype.
-        initial_state=None if initial_state is None else initial_state.float(),
-        output_final_state=want_state,
-        use_qk_l2norm_in_kernel=normalize,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int64),
-    )
+    out, final = _function_of(g)(*given.in_one_row, **given.library_options)
     return out.view(value.shape), final
 
 

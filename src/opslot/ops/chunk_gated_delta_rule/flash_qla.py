@@ -19,7 +19,7 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
 
     The first call of a process compiles for about a minute; TileLang keeps the kernels on disk.
     """
-    query, key, value, *_, initial_state, want_state, normalize, cu_seqlens = given
+    query, key, value, *_ = given
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in (torch.bfloat16, torch.float16):
             reject(_LABEL, name, f"its dtype is {tensor.dtype}, not bfloat16 or float16", "use torch_chunked")
@@ -27,17 +27,7 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
             found = f"its heads are {tensor.shape[3]} wide, not {FLASH_QLA_WIDTH}"
             reject(_LABEL, name, found, "use triton or torch_chunked")
     given.check(_LABEL)
-    query, key, value_row, g, beta = given.in_one_row
-    out, final = flash_qla_chunk(
-        query,
-        key,
-        value_row,
-        # Its backward asserts float32.
-        g.float(),
-        beta,
-        initial_state=None if initial_state is None else initial_state.float(),
-        output_final_state=want_state,
-        use_qk_l2norm_in_kernel=normalize,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int64),
-    )
+    *projections, g, beta = given.in_one_row
+    # Its backward asserts decays in float32.
+    out, final = flash_qla_chunk(*projections, g.float(), beta, **given.library_options)
     return out.view(value.shape), final

@@ -53,6 +53,16 @@ class DeltaRule(NamedTuple):
         tokens = self[:5]
         return tokens if self.cu_seqlens is None else tuple(map(one_row, tokens))
 
+    @property
+    def library_options(self) -> dict[str, Any]:
+        """Keyword arguments that fla and FlashQLA take; Kimi delta attention asserts a state in float32."""
+        return {
+            "initial_state": None if self.initial_state is None else self.initial_state.float(),
+            "output_final_state": self.output_final_state,
+            "use_qk_l2norm_in_kernel": self.use_qk_l2norm_in_kernel,
+            "cu_seqlens": None if self.cu_seqlens is None else self.cu_seqlens.to(torch.int64),
+        }
+
     def check(self, kernel: str) -> None:
         """Raise KernelError, naming `kernel`, for inconsistent arguments."""
         query, key, value, g, beta, initial_state, *_, cu_seqlens = self
