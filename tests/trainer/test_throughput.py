@@ -42,7 +42,9 @@ def test_meter_divides_by_processes_and_peak(monkeypatch):
     meter.start()
     with meter.waiting_for_data():
         clock[0] += 0.5
-    clock[0] += 1.5
+    with meter.waiting_for_device():
+        clock[0] += 1.0
+    clock[0] += 0.5
     found = meter.measurements(tokens=4000, flops=8e12)
     assert found == {
         "tokens_per_s": 2000,
@@ -50,6 +52,7 @@ def test_meter_divides_by_processes_and_peak(monkeypatch):
         "tflops_per_gpu": 1.0,
         "mfu": 0.5,
         "data_wait": 0.25,
+        "device_wait": 0.5,
     }
     batch = {"input_ids": torch.zeros(2, 6)}
     # Without a gradient of the input, a layer has one matmul in backward.
@@ -69,7 +72,7 @@ def test_metrics_and_progress_have_mfu(train, tmp_path):
     assert code == 0
     records = read_metrics(tmp_path / "out")
     assert all(record["mfu"] == pytest.approx(1e3 * record["tflops_per_gpu"]) for record in records)
-    assert all(0 <= record["data_wait"] < 1 for record in records)
+    assert all(0 <= record["data_wait"] + record["device_wait"] < 1 for record in records)
     assert "MFU: " in output
 
 
@@ -81,7 +84,7 @@ def test_unknown_peak_has_no_mfu(train, tmp_path):
 
 
 def test_progress_line_has_share_per_gpu_and_data_wait():
-    record = StepRecord(1, 2.0, 1.0, 1e-3, 8000.0, 0.1, 100, 1.0, 1000.0, 400.0, 0.4, 0.25)
+    record = StepRecord(1, 2.0, 1.0, 1e-3, 8000.0, 0.1, 100, 1.0, 1000.0, 400.0, 0.4, 0.25, 0.5)
     assert _speed(record) == "8,000 tokens/s (1,000 per GPU)  400 TFLOP/s  MFU: 40.0%"
     assert _waiting(record) == "  data wait: 25%"
 

@@ -29,6 +29,7 @@ from opslot.models._own_loss import call_with_share_of_loss
 from opslot.slots import explain
 from opslot.trainer.best import BestEvaluation
 from opslot.trainer.callbacks.base import Callback, StepRecord
+from opslot.trainer.callbacks.host_bound import HostBoundCallback
 from opslot.trainer.callbacks.profile import ProfileCallback
 from opslot.trainer.callbacks.progress import ProgressCallback
 from opslot.trainer.callbacks.writers import (
@@ -234,6 +235,8 @@ class BaseTrainer(ABC):
             chosen.append(TrackioCallback())
         if logging.progress != "off":
             chosen.append(ProgressCallback(self.console))
+        if self.device.type == "cuda":
+            chosen.append(HostBoundCallback())
         return [*chosen, CheckpointCallback(), LossCurveCallback(), ExportCallback()]
 
     def train(self) -> TrainResult:
@@ -390,7 +393,8 @@ class BaseTrainer(ABC):
                     (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
             loss += cross_entropy.detach()
         self.loss_scaler.unscale(self._trained)
-        grad_norm = clip_grad_norm_on_host(self._trained, self.config.train.max_grad_norm or math.inf)
+        with self.meter.waiting_for_device():
+            grad_norm = clip_grad_norm_on_host(self._trained, self.config.train.max_grad_norm or math.inf)
         step_loss, step_aux = sum_over_ranks(loss.item(), 0.0 if aux_loss is None else aux_loss.item())
         return step_loss, None if aux_loss is None else step_aux, grad_norm
 

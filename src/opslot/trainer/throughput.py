@@ -1,4 +1,4 @@
-"""Throughput of a step: tokens/s, TFLOP/s, MFU and the time spent waiting for data."""
+"""Throughput of a step: tokens/s, TFLOP/s, MFU and the time spent waiting for data and for the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepMeter:
         if self.peak_tflops is None and (dtype_of(train.fsdp.param_dtype) or weights) in _HALF:
             self.peak_tflops = peak_bf16_tflops(facts_of(device).name)
         self._started = time.perf_counter()
-        self._waited = 0.0
+        self._data_wait = self._device_wait = 0.0
 
     def uncounted_lines(self) -> list[str]:
         """A line for each kind of module whose FLOPs are missing in the measurements."""
@@ -44,7 +44,8 @@ class StepMeter:
 
     def start(self) -> None:
         """Begin a step."""
-        self._started, self._waited = time.perf_counter(), 0.0
+        self._started = time.perf_counter()
+        self._data_wait = self._device_wait = 0.0
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -53,7 +54,16 @@ class StepMeter:
         try:
             yield
         finally:
-            self._waited += time.perf_counter() - began
+            self._data_wait += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        """Count the time inside as time that the host, which has launched the step's work, waits for its results."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._device_wait += time.perf_counter() - began
 
     def count(self, micro_batches: Sequence[dict[str, Any]]) -> float:
         """FLOPs of micro batches, before they are divided over the ranks of one sequence."""
@@ -71,5 +81,6 @@ class StepMeter:
             "tokens_per_s_per_gpu": tokens / seconds / self.world_size,
             "tflops_per_gpu": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-            "data_wait": self._waited / seconds,
+            "data_wait": self._data_wait / seconds,
+            "device_wait": self._device_wait / seconds,
         }

@@ -145,9 +145,10 @@ class _HostInputs(TorchFunctionMode):
         # Not active when a layer is computed again in backward.
         active = self._device is not None and not (self._suspended and self._suspended[-1])
         self._suspended.append(active)
-        device = next((p.device for p in layer.parameters()), None)
         if active:
             self.__exit__(None, None, None)
+        # Without the mode, which intercepts every access to `device`.
+        device = next((p.device for p in layer.parameters()), None)
         if device is None or device.type == "cpu":
             return None
         return _mapped(args, device), _mapped(kwargs, device)

@@ -58,6 +58,8 @@ class StepRecord:
         tflops_per_gpu: model TFLOP/s of one process, from `opslot.count_flops`; recomputation is not counted.
         mfu: `tflops_per_gpu` over the peak of the GPU; None where the peak is unknown.
         data_wait: share of the step that rank 0 waited for its data.
+        device_wait: share of the step that the host of rank 0 waited for the results of its GPU. Near 0 the GPU waits
+            for the host.
         extra: further measurements, such as aux_loss and eval_loss.
     """
 
@@ -73,6 +75,7 @@ class StepRecord:
     tflops_per_gpu: float
     mfu: float | None
     data_wait: float
+    device_wait: float
     extra: dict[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
