@@ -16,7 +16,7 @@ from opslot.ops._common.specs import runs_triton
 def resize_heads(tensors: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tensor, ...]:
     """Tensors [B, S, heads, D] or [S, heads, D] with D cut, or padded with zeros, to one of `widths` each.
 
-    A tensor of that width is returned as it is; the others are contiguous, and so are gradients.
+    A tensor of that width is returned as it is, and the others contiguous. Gradients that are cut are views.
     """
     results = list(tensors)
     changed = [i for i, (x, width) in enumerate(zip(tensors, widths, strict=True)) if x.shape[-1] != width]
@@ -38,11 +38,13 @@ class _Resize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients: list[Tensor | None] = [None] * len(douts)
-        wanted = [i for i, dout in enumerate(douts) if dout is not None and ctx.needs_input_grad[i + 1]]
-        if wanted:
-            resized = _resize([douts[i] for i in wanted], [ctx.widths[i] for i in wanted])
-            for i, x in zip(wanted, resized, strict=True):
+        needed = [dout if need else None for dout, need in zip(douts, ctx.needs_input_grad[1:], strict=True)]
+        # A cut gradient is a view: the kernels before attention read heads of any stride.
+        gradients = [None if x is None else x[..., :width] for x, width in zip(needed, ctx.widths, strict=True)]
+        padded = [i for i, x in enumerate(gradients) if x is not None and x.shape[-1] < ctx.widths[i]]
+        if padded:
+            resized = _resize([gradients[i] for i in padded], [ctx.widths[i] for i in padded])
+            for i, x in zip(padded, resized, strict=True):
                 gradients[i] = x
         return None, *gradients
 
