@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -38,11 +39,15 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
     return total
 
 
-def clip_grad_norm_on_host(parameters: Iterable[Tensor], max_norm: float) -> float:
-    """`clip_grad_norm` that waits for the norm: gradients within `max_norm` are not read and written again."""
+def clip_grad_norm_on_host(
+    parameters: Iterable[Tensor], max_norm: float, wait: contextlib.AbstractContextManager[None] | None = None
+) -> float:
+    """`clip_grad_norm` that waits for the norm, inside `wait`; gradients within `max_norm` are not written again."""
     owners = _by_owner(parameters)
     total, scale = _norm_and_scale(owners, max_norm)
-    found, factor = torch.stack([total, scale]).tolist()
+    both = torch.stack([total, scale])
+    with wait or contextlib.nullcontext():
+        found, factor = both.tolist()
     # Also of a factor that is not a number.
     if not factor >= 1:
         _scale(owners, scale)

@@ -393,8 +393,8 @@ class BaseTrainer(ABC):
                     (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
             loss += cross_entropy.detach()
         self.loss_scaler.unscale(self._trained)
-        with self.meter.waiting_for_device():
-            grad_norm = clip_grad_norm_on_host(self._trained, self.config.train.max_grad_norm or math.inf)
+        max_norm = self.config.train.max_grad_norm or math.inf
+        grad_norm = clip_grad_norm_on_host(self._trained, max_norm, self.meter.waiting_for_device())
         step_loss, step_aux = sum_over_ranks(loss.item(), 0.0 if aux_loss is None else aux_loss.item())
         return step_loss, None if aux_loss is None else step_aux, grad_norm
 

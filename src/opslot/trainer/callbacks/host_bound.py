@@ -9,8 +9,7 @@ from opslot.trainer.parallel_settings import check_cuda_graphs
 
 # The first steps compile and allocate.
 _SKIPPED, _MEASURED = 3, 8
-# Share of the step that the host waits for data or the GPU, below which the GPU waits for the host. The gradient norm,
-# which this wait includes, takes the host some time too.
+# Share of the step that the host waits for data or the GPU, below which the GPU waits for the host.
 _LEAST_WAIT = 0.05
 
 
