@@ -86,20 +86,15 @@ _VEOMNI = (("moe_experts", "standard"), ("load_balancing_loss", "standard"))
 # In the order of the tables.
 _MODEL_LABELS = {
     "qwen3_8b_width": "Qwen3-8B width",
-    "qwen3_8b_width_fp8": "Qwen3-8B width, another run",
     "qwen3_0.6b": "Qwen3-0.6B, whole",
     "qwen3_0.6b_1x2048": "Qwen3-0.6B, whole, 1 x 2,048",
     "qwen3_0.6b_1x2048_graphs": "Qwen3-0.6B, whole, 1 x 2,048, another run",
     "qwen3_8b": "Qwen3-8B, whole",
     "llama3.1_8b_width": "Llama-3.1-8B width",
-    "llama3.1_8b_width_fp8": "Llama-3.1-8B width, another run",
     "llama_3b_width": "Llama-3.2-3B width",
     "mistral_7b_width": "Mistral-7B width, sliding window",
-    "mistral_7b_width_fp8": "Mistral-7B width, another run",
     "phi4_width": "Phi-4 width",
-    "phi4_width_fp8": "Phi-4 width, another run",
     "olmo3_7b_width": "OLMo-3-7B width",
-    "olmo3_7b_width_fp8": "OLMo-3-7B width, another run",
     "gemma3_12b_width": "Gemma-3-12B width",
     "qwen3_30b_a3b_width": "Qwen3-30B-A3B width",
     "qwen3_30b_a3b_width_fp8": "Qwen3-30B-A3B width, another run",
@@ -113,7 +108,6 @@ _MODEL_LABELS = {
     "qwen3.5_9b_width_fp8": "Qwen3.5-9B width, another run",
     "qwen3.5_35b_a3b_width": "Qwen3.5-35B-A3B width, 4 layers",
     "qwen3_vl_8b_width": "Qwen3-VL-8B width",
-    "qwen3_vl_8b_width_2": "Qwen3-VL-8B width, another run",
     "qwen3_vl_30b_a3b_width": "Qwen3-VL-30B-A3B width",
     "qwen3.5_9b_vision_width": "Qwen3.5-9B width with images",
     "qwen2.5_omni_7b_width": "Qwen2.5-Omni-7B width with images and audio",
@@ -568,15 +562,15 @@ def _passed_cell(checked: Mapping[str, Any]) -> str:
 
 
 def _arch_step_cell(arch: str) -> str:
-    """opslot beside the fastest other library."""
+    """opslot in bf16 beside the fastest other library."""
     result = load(BENCH)
     cells = []
     for model in dict.fromkeys(row.model for row in result.steps):
         rows = [row for row in result.steps if row.model == model and row.valid and row.tokens_per_s]
-        ours = [row for row in rows if row.implementation.startswith("opslot")]
+        ours = [row for row in rows if row.own and row.implementation != "opslot + FP8"]
         if _ARCH_OF_MODEL.get(model) != arch or not ours:
             continue
-        others = [row for row in rows if row not in ours]
+        others = [row for row in rows if not row.own]
         text = f"{_label(model)}: {max(row.tokens_per_s or 0.0 for row in ours):,.0f}"
         if others:
             best = max(others, key=lambda row: row.tokens_per_s or 0.0)
