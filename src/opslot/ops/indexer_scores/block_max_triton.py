@@ -16,7 +16,7 @@ from opslot.ops._common.arguments import adjacent, reject, require_floats
 from opslot.ops._common.custom_op import launch_op
 from opslot.ops.indexer_scores.triton import (
     KERNEL,
-    Tile,
+    ScoresTile,
     bounds_strides,
     in_one_dtype,
     layout,
@@ -26,7 +26,7 @@ from opslot.ops.indexer_scores.triton import (
 )
 
 # These fit into 99 KiB of shared memory, that of the smallest supported GPUs.
-_HALF, _WIDE = Tile(128, 64, 4, 2), Tile(32, 64, 4, 1)
+_HALF, _WIDE = ScoresTile(128, 64, 4, 2), ScoresTile(32, 64, 4, 1)
 
 
 def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def in_one_dtype(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Tile:
+class ScoresTile:
     queries: int
     keys: int
     warps: int
@@ -69,12 +69,12 @@ class Tile:
 
 
 # These fit into 99 KiB of shared memory, that of the smallest supported GPUs.
-_HALF, _WIDE = Tile(64, 128, 4, 2), Tile(32, 64, 4, 1)
+_HALF, _WIDE = ScoresTile(64, 128, 4, 2), ScoresTile(32, 64, 4, 1)
 # Queries of a head are read again for each tile of keys, so that few keys are bound by the L2 cache.
-_H200_HALF = Tile(64, 256, 8, 3)
+_H200_HALF = ScoresTile(64, 256, 8, 3)
 
 
-def tile(element_bytes: int, columns: int, capability: tuple[int, int] | None) -> Tile:
+def tile(element_bytes: int, columns: int, capability: tuple[int, int] | None) -> ScoresTile:
     if element_bytes > 2 or columns > 128:
         return _WIDE
     return _H200_HALF if capability == H200 else _HALF
