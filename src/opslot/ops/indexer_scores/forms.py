@@ -210,7 +210,6 @@ def _statements(module: ModuleView, name: str) -> tuple[str, str] | None:
     return next((key for key, text in _STATEMENTS.items() if module.count(f"{name}.forward", text) == 1), None)
 
 
-@dataclass(frozen=True)
 class IndexerScores:
     """Indexers that sum the weighted scores of their heads."""
 

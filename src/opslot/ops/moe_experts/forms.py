@@ -6,7 +6,6 @@ The slot sits outside the decorator `use_experts_implementation`, which dispatch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from textwrap import indent
 
 from opslot.patchgen import PatchConfig, Slot
@@ -160,7 +159,6 @@ _CALLED = (
 _CALLERS = {"9e8b75a13d3e": _LLAMA4, "beccf0e1eeb0": _DBRX, "dbc772826d4c": _DBRX}
 
 
-@dataclass(frozen=True)
 class ExpertClasses:
     """Classes whose `forward` is the op, and pairs of a class of `_CALLED` and its caller.
 
