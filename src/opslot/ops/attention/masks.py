@@ -220,7 +220,10 @@ def mask_function(
     """
     any_mask = applies_any(own)
 
-    def dense_or_raise(given: dict[str, Any]) -> Any:
+    def own_or_dense(given: dict[str, Any]) -> Any:
+        """The mask of `own` if it takes any mask, else a dense one or an error."""
+        if any_mask:
+            return own(**given)
         if falls_back:
             return masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False})
         raise KernelError(
@@ -228,6 +231,23 @@ def mask_function(
             f"{given['q_length']} queries, {given['kv_length']} keys)",
             hint="use sdpa or eager",
         )
+
+    def reads_padding(attention_mask: Tensor, compiling: bool) -> bool:
+        """Whether queries that are padding attend to the keys that are not."""
+        if at_padding != FIRST_PADDING or (compiling and any_mask):
+            return at_padding is not None
+        tokens_first = attention_mask[:, 0].all()
+        if compiling:
+            torch._assert_async(tokens_first, f"attn_implementation={name!r}: {_LEFT_PADDED}")
+            return False
+        return not bool(tokens_first)
+
+    def in_compiled_model(given: dict[str, Any]) -> Any:
+        found = _chunked(given) or own(**given)
+        # A mask of padding does not show a module that is not causal that this one is.
+        if isinstance(found, Tensor) and not any_mask and given["mask_function"] is masking_utils.causal_mask_function:
+            return Layout(causal=True, length=given["kv_length"], padding=found)
+        return found
 
     def mask(
         batch_size: int,
@@ -262,46 +282,31 @@ def mask_function(
         # compiled model its offset, a tensor, is all that shows it.
         later_keys = isinstance(q_offset, Tensor) or (is_causal and q_offset + q_length < kv_offset + kv_length)
         if later_keys and (is_causal or compiling):
-            given["allow_is_causal_skip"] = False
-            if any_mask:
-                return own(**given)
-            return dense_or_raise(given)
-        read = at_padding is not None and attention_mask is not None
-        if attention_mask is not None and at_padding == FIRST_PADDING and not (compiling and any_mask):
-            tokens_first = attention_mask[:, 0].all()
-            if compiling:
-                torch._assert_async(tokens_first, f"attn_implementation={name!r}: {_LEFT_PADDED}")
-            read = not (compiling or bool(tokens_first))
+            return own_or_dense({**given, "allow_is_causal_skip": False})
+        read = attention_mask is not None and reads_padding(attention_mask, compiling)
         if attention_mask is not None and read and (compiling or _needs_padding(pattern, attention_mask)):
-            return own(**given) if any_mask else dense_or_raise(given)
+            return own_or_dense(given)
         if compiling:
-            found = _chunked(given) or own(**given)
-            # A mask of padding does not show a module that is not causal that this one is.
-            if isinstance(found, Tensor) and not any_mask and mask_function is masking_utils.causal_mask_function:
-                return Layout(causal=True, length=kv_length, padding=found)
-            return found
-        if pattern is not None:
-            whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
-            skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
-            if whole and (skips or any_layout or pattern.documents is not None):
-                layout = _layout(pattern, attention_mask)
-                if read and isinstance(layout, Layout) and layout.keys is not None:
-                    layout = layout._replace(cu_seqlens=None, longest=None)
-                if not isinstance(layout, str):
-                    return layout and layout._replace(length=kv_length)
-                if not any_mask and pattern.chunk is None:
-                    return Layout(pattern.causal, window=pattern.window, length=kv_length, padding=own(**given))
-            elif pattern == BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
-                # Cross attention.
-                if attention_mask is None or bool(attention_mask.all()):
-                    return None
-                return Layout(causal=False, length=kv_length, keys=Keys.of(attention_mask))
-        else:
-            given["mask_function"] = by_index(mask_function)
-        chunked = pattern is not None and pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
-        if any_mask or (pattern is not None and not chunked):
-            return own(**given)
-        return dense_or_raise(given)
+            return in_compiled_model(given)
+        if pattern is None:
+            return own_or_dense({**given, "mask_function": by_index(mask_function)})
+        whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
+        skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
+        if whole and (skips or any_layout or pattern.documents is not None):
+            layout = _layout(pattern, attention_mask)
+            if read and isinstance(layout, Layout) and layout.keys is not None:
+                layout = layout._replace(cu_seqlens=None, longest=None)
+            if not isinstance(layout, str):
+                return layout and layout._replace(length=kv_length)
+            if not any_mask and pattern.chunk is None:
+                return Layout(pattern.causal, window=pattern.window, length=kv_length, padding=own(**given))
+        elif pattern == BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
+            # Cross attention.
+            if attention_mask is None or bool(attention_mask.all()):
+                return None
+            return Layout(causal=False, length=kv_length, keys=Keys.of(attention_mask))
+        is_chunked = pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
+        return own_or_dense(given) if is_chunked else own(**given)
 
     return mask
 
