@@ -103,7 +103,7 @@ def join_documents(outputs: Iterable[Tensor], tokens: Tensor) -> Tensor:
     return torch.cat([output[0] for output in outputs]).unflatten(0, tokens.shape[:2])
 
 
-def separate_documents(model: nn.Module, op_name: str) -> list[Any]:
+def add_document_hooks(model: nn.Module, op_name: str) -> list[Any]:
     """Let the models around the slots of an op derive cu_seqlens from positions that restart; returns the hooks.
 
     Not those in which tokens are also mixed elsewhere.
@@ -147,8 +147,8 @@ def documents_for(module: Any, classes: tuple[type, ...], kwargs: Mapping[str, A
     return documents_in(kwargs) if takes else {}
 
 
-def remove_hooks(model: nn.Module, hooks: list[Any]) -> None:
-    """Remove what `separate_documents` returned."""
+def remove_document_hooks(model: nn.Module, hooks: list[Any]) -> None:
+    """Remove what `add_document_hooks` returned."""
     for hook in hooks:
         hook.remove()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
 from opslot.ops._common.contract import takes
-from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_hooks, separate_documents
+from opslot.ops._common.documents import add_document_hooks, check_cu_seqlens, one_row, remove_document_hooks
 from opslot.ops.mamba_chunk_scan.cases import CASES, PER_CHANNEL_CASES
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant, walk_slots
 
@@ -200,7 +200,7 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 def _attach(model: nn.Module, slot: Any, kernel: Any) -> list[Any]:
     """Models with a causal convolution get cu_seqlens by its hooks."""
     convolves = any(found.op_name == "causal_conv1d" for found in walk_slots(model))
-    return [] if convolves else separate_documents(model, "mamba_chunk_scan")
+    return [] if convolves else add_document_hooks(model, "mamba_chunk_scan")
 
 
 def _variant(name: str, cases: Sequence[InputCase]) -> OpVariant:
@@ -220,7 +220,7 @@ def _variant(name: str, cases: Sequence[InputCase]) -> OpVariant:
 OP = OpSpec(
     name="mamba_chunk_scan",
     attach=_attach,
-    detach=remove_hooks,
+    detach=remove_document_hooks,
     description="scan of Mamba-2 (SSD) and Mamba-1",
     variants={"standard": _variant("standard", CASES), "per_channel": _variant("per_channel", PER_CHANNEL_CASES)},
 )
