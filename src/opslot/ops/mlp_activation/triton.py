@@ -254,10 +254,6 @@ def _launch_xielu_backward(
         )
 
 
-def _allocate_relu2_gradient(dout: Tensor, x: Tensor) -> Tensor:
-    return empty_rows_like(x)
-
-
 def _allocate_xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor, keep_dtype: bool) -> Tensor:
     alphas = torch.promote_types(alpha_p.dtype, alpha_n.dtype)
     return empty_rows_like(x, x.dtype if keep_dtype else torch.promote_types(x.dtype, alphas))
@@ -275,7 +271,7 @@ _relu2 = differentiable_op(
     "mlp_relu2(Tensor x) -> Tensor",
     allocate=empty_rows_like,
     launch=_launch_relu2,
-    allocate_gradients=_allocate_relu2_gradient,
+    allocate_gradients=lambda dout, x: empty_rows_like(x),
     launch_backward=_launch_relu2_backward,
     recomputable=True,
 )
