@@ -125,7 +125,7 @@ class _Setting:
             )
         batch, length = _SIZES.get(self.device.type, _SIZES["cuda"])
         batch, length = options.batch or batch, options.length or length
-        # With the defaults of the device filled in.
+        # The result names the sizes and the dtype that are the device's defaults, too.
         self.options = dataclasses.replace(
             options, batch=batch, length=length, dtype=dtype_name(self.dtype), device=str(self.device)
         )

@@ -40,7 +40,7 @@ def flex_attention(call: AttentionCall) -> tuple[Tensor, None]:
     if attention_mask is None and query.shape[2] > 1:
         attention_mask = _shared_mask(query, key, causal_of(module, kwargs), kwargs)
     if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
-        # Transformers' adapter adds masks that are no block masks to the scores.
+        # Transformers' adapter adds a mask that is not a block mask to the scores.
         hidden = torch.zeros(attention_mask.shape, dtype=query.dtype, device=query.device)
         attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
     if query.is_cuda and 1 < query.shape[2] < _DECODING:

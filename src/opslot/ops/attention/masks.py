@@ -372,7 +372,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
             kwargs["is_causal"] = False
             keys = attention_mask.keys if is_layout else None
             if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-                # Of a compiled model.
+                # A compiled model gets the padding mask itself, without a `Layout`.
                 keys = Keys.of(attention_mask[:, -key.shape[2] :])
             if keys is not None and (not any_mask or (packs_keys is not None and packs_keys(query, value))):
                 call = AttentionCall(module, query, key, value, None, dropout, scaling, kwargs)

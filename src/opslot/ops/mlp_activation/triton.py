@@ -35,7 +35,7 @@ def _relu2_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, blocks, BLOCK: 
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    # The comparison keeps NaN.
+    # Unlike tl.maximum, the comparison keeps NaN.
     positive = tl.where(x < 0.0, 0.0, x)
     out = positive * positive
     tl.store(out_ptr + row * out_stride + column, out.to(out_ptr.dtype.element_ty), mask=mask)
