@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +51,17 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """`x` in float32; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Tensors in the dtype that theirs promote to."""
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+    return [x.to(dtype) for x in tensors]
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from opslot._base.jit import dot
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.arguments import adjacent, reject, require_floats
+from opslot.ops._common.arguments import adjacent, in_autocast_dtype, in_one_dtype, reject, require_floats
 from opslot.ops._common.custom_op import launch_op
 from opslot.ops.indexer_scores.triton import (
     KERNEL,
     ScoresTile,
     bounds_strides,
-    in_one_dtype,
     layout,
     load_tile,
     require_heads,
@@ -44,7 +43,7 @@ def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Te
         if bounds.dtype != torch.int32:
             reject(KERNEL, name, f"it is {bounds.dtype}", f"pass int32 [2, B or 1, {size}]")
     with torch.no_grad():
-        return _scores(*in_one_dtype(query, key), blocks, visible)
+        return _scores(*in_one_dtype(*in_autocast_dtype(query, key)), blocks, visible)
 
 
 @triton.jit(do_not_specialize=["queries", "heads", "count"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opslot._base.jit import dot
 from opslot._base.kernel_launch import KernelLauncher, cdiv, compute_capability
-from opslot.ops._common.arguments import adjacent, in_autocast_dtype, reject, require_floats
+from opslot.ops._common.arguments import adjacent, in_autocast_dtype, in_one_dtype, reject, require_floats
 from opslot.ops._common.custom_op import launch_op
 from opslot.ops._common.specs import H200
 
@@ -40,7 +40,7 @@ def standard(query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, vi
     if scale <= 0:
         reject(KERNEL, "scale", f"it is {scale}", "pass a positive factor")
     with torch.no_grad():
-        return _scores(*in_one_dtype(query, key), weights, visible, scale)
+        return _scores(*in_one_dtype(*in_autocast_dtype(query, key)), weights, visible, scale)
 
 
 def require_heads(query: Tensor, key: Tensor) -> None:
@@ -51,13 +51,6 @@ def require_heads(query: Tensor, key: Tensor) -> None:
     if key.dim() != 3 or key.shape[0] != batch or key.shape[2] != width:
         found = f"its shape is {tuple(key.shape)} beside query's {tuple(query.shape)}"
         reject(KERNEL, "key", found, "pass one head of keys [B, T, D]")
-
-
-def in_one_dtype(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in autocast's dtype, or in the one that their dtypes promote to."""
-    query, key = in_autocast_dtype(query, key)
-    dtype = torch.promote_types(query.dtype, key.dtype)
-    return query.to(dtype), key.to(dtype)
 
 
 @dataclass(frozen=True)

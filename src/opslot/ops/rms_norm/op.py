@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opslot.ops._common.arguments import upcast
 from opslot.ops._common.fused_norms import can_serve
 from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops.rms_norm.cases import (
@@ -27,7 +28,7 @@ from opslot.slots.protocol import declared_slots
 
 
 def _normalize(hidden_states: Tensor, eps: float) -> Tensor:
-    x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    x = upcast(hidden_states)
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
