@@ -16,16 +16,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 from transformers import masking_utils
 
+from opslot._base.boundaries import offsets_of
 from opslot._base.errors import KernelError
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import in_autocast_dtype
+from opslot.ops._common.documents import same_document
 from opslot.ops.attention.contract import AttentionCall
 from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, MaskPattern, by_index, pattern_of
 from opslot.slots.protocol import FIRST_PADDING
 
 
 class Keys(NamedTuple):
-    """Keys that are not padding.
+    """Keys, or queries, that are not padding.
 
     Attributes:
         real: bool [B, S_kv].
@@ -156,8 +158,7 @@ def _layout(pattern: MaskPattern, attention_mask: Tensor | None) -> Layout | str
     if starts is None:
         # The attribute `is_causal` of some encoders is wrong (Phi-4 multimodal).
         return None if pattern.causal and pattern.window is None and pattern.chunk is None else found
-    first = pad(starts, (1, 0), value=True).flatten()
-    cu_seqlens = pad(first.nonzero().flatten(), (0, 1), value=len(first)).to(torch.int32)
+    cu_seqlens = offsets_of(pad(starts, (1, 0), value=True)).to(torch.int32)
     return found._replace(cu_seqlens=cu_seqlens, longest=int(cu_seqlens.diff().max()))
 
 
@@ -326,9 +327,7 @@ def _with_documents(mask: Tensor, batch: int, kwargs: dict[str, Any]) -> tuple[T
         raise KernelError(
             f"cu_seq_lens_q with a mask of {length} queries and {keys} keys", hint="leave one of them out"
         )
-    token = torch.arange(batch * length, device=mask.device)
-    document = torch.searchsorted(cu_seqlens[1:].to(mask.device, token.dtype), token, right=True).view(batch, length)
-    same = (document[:, :, None] == document[:, None])[:, None]
+    same = same_document(cu_seqlens, batch, length, mask.device)
     kept = {name: value for name, value in kwargs.items() if not name.startswith(("cu_seq_lens_", "max_length_"))}
     if mask.dtype == torch.bool:
         return mask & same, kept
