@@ -58,8 +58,7 @@ def cast_after_weight(hidden_states: Tensor, weight: Tensor, eps: float) -> Tens
 def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     """The gated delta rule's output norm: standard, then times silu(gate) in fp32. Returns the input's dtype."""
     normalized = standard(hidden_states, weight, eps)
-    dtype = torch.promote_types(gate.dtype, torch.float32)
-    return (normalized * nn.functional.silu(gate.to(dtype))).to(hidden_states.dtype)
+    return (normalized * nn.functional.silu(upcast(gate))).to(hidden_states.dtype)
 
 
 # Activations of the gate of `gated_groups`.
