@@ -25,7 +25,7 @@ from opslot.bench.ops import bench_ops, call_sites_of
 from opslot.bench.options import BenchOptions
 from opslot.bench.result import Environment, OpRow, Result, Run, read
 from opslot.bench.step import compare_steps, known_implementations, loss_curve, process_environment
-from opslot.bench.step_inputs import audio_tokens, image_grid, model_vocab_size, read_config, takes_images
+from opslot.bench.step_inputs import audio_tokens, config_of, image_grid, model_vocab_size, takes_images
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
 from opslot.bench.tune import timings_of, timings_text
@@ -205,7 +205,7 @@ class _Setting:
             return
         call_sites = None
         if self.model is not None:
-            config = read_config(self.model)
+            config = config_of(self.model)
             built = opslot.build_foundation_model(config, None, self.dtype, "meta", "eager")
             call_sites = call_sites_of(built, self.device, self.dtype)
         yield from bench_ops(

@@ -146,7 +146,7 @@ def packed(batch: Batch, model: dict[str, Any]) -> Batch:
     return made
 
 
-def read_config(model: dict[str, Any]) -> PreTrainedConfig:
+def config_of(model: dict[str, Any]) -> PreTrainedConfig:
     """The Transformers config of plain data."""
     from transformers import AutoConfig
 
@@ -155,7 +155,7 @@ def read_config(model: dict[str, Any]) -> PreTrainedConfig:
 
 def trained_config(model: dict[str, Any]) -> PreTrainedConfig:
     """The config of the part that trains: of an omni model, that of its thinker."""
-    config = read_config(model)
+    config = config_of(model)
     parts = (getattr(config, name, None) for name in config.sub_configs)
     return next((part for part in (config, *parts) if getattr(part, "vision_config", None) is not None), config)
 
