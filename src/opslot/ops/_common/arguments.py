@@ -32,6 +32,13 @@ def require_floats(kernel: str, hint: str = "use eager", /, **tensors: Tensor | 
             reject(kernel, name, unsupported_dtype(tensor.dtype), hint)
 
 
+def require_shapes(kernel: str, /, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raise KernelError for an argument whose shape is not the one beside it; see `reject`."""
+    for name, (tensor, shape) in tensors.items():
+        if tensor is not None and tensor.shape != shape:
+            reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
+
+
 def in_autocast_dtype(x: Tensor, *others: Any) -> tuple[Any, ...]:
     """Tensors in autocast's dtype where it is on, as it casts the arguments of torch's matmuls and attention.
 
