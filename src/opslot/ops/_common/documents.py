@@ -220,10 +220,15 @@ def positions_in_documents(cu_seqlens: Tensor, states: Tensor) -> Tensor:
     return (token - start.maximum(token - token % length)).view(rows, length)
 
 
-def same_document(cu_seqlens: Tensor, rows: int, length: int, device: torch.device) -> Tensor:
-    """bool [B, 1, S, S]: whether tokens of a row are of one document; those after the last boundary are another."""
+def document_of_tokens(cu_seqlens: Tensor, rows: int, length: int, device: torch.device) -> Tensor:
+    """int64 [B, S]: the number of each token's document; tokens after the last boundary are another document."""
     token = torch.arange(rows * length, device=device)
-    document = torch.searchsorted(cu_seqlens[1:].to(device, token.dtype), token, right=True).view(rows, 1, length)
+    return torch.searchsorted(cu_seqlens[1:].to(device, token.dtype), token, right=True).view(rows, length)
+
+
+def same_document(cu_seqlens: Tensor, rows: int, length: int, device: torch.device) -> Tensor:
+    """bool [B, 1, S, S]: whether two tokens of a row are of one document."""
+    document = document_of_tokens(cu_seqlens, rows, length, device)[:, None]
     return document[..., :, None] == document[..., None, :]
 
 

@@ -13,6 +13,7 @@ from transformers.masking_utils import flex_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot._base.tensor_cache import TensorCache
+from opslot.ops._common.documents import document_of_tokens
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.reference import causal_of, reject_options, window_of
 
@@ -83,8 +84,7 @@ def _block_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]
         )
     document = torch.zeros(1, keys, dtype=torch.int64, device=query.device)
     if cu_seqlens is not None:
-        token = torch.arange(batch * length, device=query.device)
-        document = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True).view(batch, length)
+        document = document_of_tokens(cu_seqlens, batch, length, query.device)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if not causal:

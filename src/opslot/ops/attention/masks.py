@@ -20,7 +20,7 @@ from opslot._base.boundaries import offsets_of
 from opslot._base.errors import KernelError
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import in_autocast_dtype
-from opslot.ops._common.documents import same_document
+from opslot.ops._common.documents import document_of_tokens, same_document
 from opslot.ops.attention.contract import AttentionCall
 from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, MaskPattern, by_index, pattern_of
 from opslot.slots.protocol import FIRST_PADDING
@@ -131,7 +131,7 @@ def split_documents(cu_seqlens: Tensor, tokens: int, chunk: int) -> Tensor:
     The result has [documents + tokens // chunk + 1] elements, whatever the lengths; documents at its end may be empty.
     """
     token = torch.arange(tokens, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
+    document = document_of_tokens(cu_seqlens, 1, tokens, cu_seqlens.device)[0]
     is_start = (token - cu_seqlens.long()[document]) % chunk == 0
     size = len(cu_seqlens) - 1 + tokens // chunk
     starts = torch.nonzero_static(is_start, size=size, fill_value=tokens).flatten()
