@@ -64,9 +64,9 @@ class MasksOfOneImplementation:
     """Attention that reads any mask as one implementation makes it.
 
     Sparse attention whose indexer adds any mask to scores: Transformers' sdpa gives it none, or one of bools, so that
-    GLM's in Transformers 5.9 selects and sees later tokens; so does Doge's, whose own mask is added to a causal one
-    where it gets one (up to 5.17). Attention without the interface that reads bools: Gemma 4's
-    of audio up to 5.17, which sees what eager attention's masks hide.
+    GLM's in Transformers 5.9 selects and sees later tokens. Doge's does too, because its own mask is added to a
+    causal one only where it gets one (up to 5.17). Attention without the interface that reads bools: Gemma 4's of audio
+    up to 5.17, which sees what eager attention's masks hide.
     """
 
     def find(self, module: ModuleView) -> Iterator[Skip | ClassFact]:

@@ -158,7 +158,7 @@ def _variant(name: str, cases: list[InputCase], where: str, config_field: str | 
 
 _VARIANTS = (
     _variant("standard", CASES, "in linear layers"),
-    _variant("unaligned", UNALIGNED_CASES, "with sizes that are no multiple of 16 bytes"),
+    _variant("unaligned", UNALIGNED_CASES, "with sizes that are not multiples of 16 bytes"),
     _variant("head", CASES[:3], "in output heads and routers", "linear_head_implementation"),
 )
 
