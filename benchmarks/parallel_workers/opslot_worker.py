@@ -23,6 +23,7 @@ from workload import (
 )
 
 import opslot
+from opslot._base.labels import IGNORE_INDEX
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.distributed import (
     ParallelState,
@@ -34,7 +35,6 @@ from opslot.distributed import (
     shard_sequence,
 )
 from opslot.distributed.copy_engine import opened_bytes
-from opslot.distributed.sequence import IGNORE_INDEX
 from opslot.models.parallelize import parallelize
 
 

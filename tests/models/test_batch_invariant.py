@@ -6,12 +6,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import opslot
 from opslot import OpsImplementationConfig
 from opslot._base.errors import ConfigError, KernelError
-from opslot.verify.tiny import tiny_config
+from tests.models.tiny import tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="the test marked gpu covers it")
@@ -32,15 +31,7 @@ def rows_do_not_depend_on_their_place(monkeypatch):
 
 
 def model_of(arch, dtype=torch.float32, ops="batch_invariant", **changes):
-    torch.manual_seed(0)
-    config = tiny_config(arch)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model = model.to(DEVICE, dtype).eval()
+    model = tiny_model(arch, 0.1, **changes).to(DEVICE, dtype).eval()
     opslot.apply(model, ops)
     return model
 

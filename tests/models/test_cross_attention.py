@@ -19,6 +19,7 @@ from opslot.ops.attention.reference import reference
 from opslot.slots import KERNEL_REGISTRY, binding_of
 from opslot.verify.random_model import worst_difference
 from opslot.verify.tiny import tiny_config
+from tests.models.tiny import with_noise
 
 SOURCE = 9
 
@@ -26,11 +27,7 @@ SOURCE = 9
 def seq2seq(arch, implementation="sdpa"):
     torch.manual_seed(0)
     config = tiny_config(arch)
-    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=implementation).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return with_noise(AutoModelForSeq2SeqLM.from_config(config, attn_implementation=implementation).float().eval())
 
 
 def padding(kind):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import opslot
 from opslot.distributed import ParallelState
 from opslot.verify.tiny import tiny_config
+from tests.models.tiny import with_noise
 
 
 def loss_and_gradients(model, ids):
@@ -23,10 +24,7 @@ def loss_and_gradients(model, ids):
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "nemotron_h"])
 def test_equals_the_parametrization_of_peft(arch, kernel):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(arch))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = with_noise(AutoModelForCausalLM.from_config(tiny_config(arch)))
     names = [f"experts.{'up_proj' if arch == 'nemotron_h' else 'gate_up_proj'}", "experts.down_proj"]
     lora = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=names, init_lora_weights=False)
     expected = get_peft_model(model, lora)

@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 import opslot
 from opslot._base.errors import ConfigError, KernelError
-from opslot.verify.tiny import tiny_config
+from tests.models.tiny import tiny_model
 
 FUSED = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
 # A plain head, a softcap, a scale and a bias.
@@ -18,15 +17,7 @@ T = 0.7
 
 
 def model_of(arch, **changes):
-    torch.manual_seed(0)
-    config = tiny_config(arch)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return tiny_model(arch, 0.2, **changes)
 
 
 def batch_of(model, rows=2, length=9):

@@ -10,6 +10,7 @@ import opslot
 from opslot._base.errors import KernelError
 from opslot.verify.random_model import random_ids, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
+from tests.models.tiny import with_noise
 
 OPS = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
 
@@ -17,10 +18,8 @@ OPS = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
 def model_of(name, arch):
     config = tiny_config(arch)
     torch.manual_seed(0)
-    model = getattr(transformers, name)(config).eval()
+    model = with_noise(getattr(transformers, name)(config).eval())
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
     return model

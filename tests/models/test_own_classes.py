@@ -22,6 +22,7 @@ from opslot.models.discovery import discover
 from opslot.patchgen.source import architecture_from, modeling_module
 from opslot.verify.random_model import packed_batches, train_step, worst_difference
 from tests.models.steps import assert_equal, assert_near, run
+from tests.models.tiny import with_noise
 from tests.own_code import ship
 from tests.own_code.configuration_sparrow import SparrowConfig
 from tests.own_code.modeling_finch import FinchForCausalLM
@@ -54,11 +55,7 @@ SLOTS = {
 
 def model_of(cls, noise=0.1):
     torch.manual_seed(0)
-    model = cls(SparrowConfig())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * noise)
-    return model
+    return with_noise(cls(SparrowConfig()), noise)
 
 
 def slots_of(model):

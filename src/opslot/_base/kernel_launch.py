@@ -77,7 +77,7 @@ class KernelLauncher:
 
     `kernel[grid](...)` looks up the compiled kernel on every call, which takes 20 us on the host of an H200; steps of
     small models are bound by this. Compiled kernels are cached by device, dtypes and constants if all pointers and
-    strides are divisible by 16. Other calls go through Triton, and so do all while a profiler has hooks on launches.
+    strides are divisible by 16. Other calls go through Triton, as do all calls while a profiler has hooks on launches.
 
     The kernel's parameters are in this order: pointers, strides, scalars that are not specialized on, constants.
     """

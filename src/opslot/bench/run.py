@@ -25,7 +25,7 @@ from opslot.bench.ops import bench_ops, call_sites_of
 from opslot.bench.options import BenchOptions
 from opslot.bench.result import Environment, OpRow, Result, Run, read
 from opslot.bench.step import compare_steps, known_implementations, loss_curve, process_environment
-from opslot.bench.step_inputs import audio_tokens, image_grid, model_vocab_size, read_config, takes_images
+from opslot.bench.step_inputs import audio_tokens, config_of, image_grid, model_vocab_size, takes_images
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
 from opslot.bench.tune import timings_of, timings_text
@@ -66,8 +66,8 @@ def run_bench(
     """
     files = files or OutputFiles()
     report = report or (lambda line: None)
-    setting = _Setting(options, report)
-    run = Run(command, Environment.current(setting.device, options.commit), list(options.baselines))
+    checked = _CheckedOptions(options, report)
+    run = Run(command, Environment.current(checked.device, options.commit), list(options.baselines))
     result = Result("opslot bench", [run])
     written = 0
 
@@ -77,13 +77,13 @@ def run_bench(
             written = len(run.ops)
             files.write(result)
             if options.tune:
-                write_profile(timings_of(run.ops), facts_of(setting.device))
+                write_profile(timings_of(run.ops), facts_of(checked.device))
         report(line)
 
     # A scheduler ends a job with SIGTERM at its time limit.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for row in setting.op_rows(between_ops):
+        for row in _op_rows(checked, between_ops):
             report(f"{row.op}/{row.variant}, {row.case}: {row.kernel} {time_cell(row)} ms")
             run.ops.append(row)
     finally:
@@ -93,29 +93,23 @@ def run_bench(
         names = ", ".join(map(repr, options.ops))
         raise ConfigError(f"op {names} has no cases to time", hint="run `opslot kernels` for the ops that exist")
     if options.tune:
-        report(_write_profile(run.ops, setting.device))
+        report(_write_profile(run.ops, checked.device))
     if options.models and options.steps and not options.tune and not options.ops:
-        for rows in compare_steps(setting.models, setting.options, report):
+        for rows in compare_steps(checked.models, checked.options, report):
             run.steps[:] = rows
             files.write(result)
     if options.curve:
-        curve = loss_curve(setting.models, setting.text, setting.options, report)
+        curve = loss_curve(checked.models, checked.text, checked.options, report)
         result = Result(result.script, [dataclasses.replace(run, curve=curve)])
         files.write(result)
     return result
 
 
-class _Setting:
-    """The options, checked before anything is measured."""
+class _CheckedOptions:
+    """The options, checked before anything is measured, and what they name: the device, the models, the text."""
 
     def __init__(self, options: BenchOptions, report: Report) -> None:
-        self.report = report
-        for name, minimum in _MINIMUM.items():
-            value = getattr(options, name)
-            if value is not None and value < minimum:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be at least {minimum}", found=str(value), hint="raise it"
-                )
+        _check_minimums(options)
         self.device = usable_device(options.device or best_device().torch_type)
         dtype = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
         self.dtype = floating_dtype(dtype, f"--dtype {dtype!r}")
@@ -125,7 +119,7 @@ class _Setting:
             )
         batch, length = _SIZES.get(self.device.type, _SIZES["cuda"])
         batch, length = options.batch or batch, options.length or length
-        # With the defaults of the device filled in.
+        # The result names the sizes and the dtype that are the device's defaults, too.
         self.options = dataclasses.replace(
             options, batch=batch, length=length, dtype=dtype_name(self.dtype), device=str(self.device)
         )
@@ -198,55 +192,65 @@ class _Setting:
         if options.curve and options.curve < 4:
             raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps", hint="e.g. --curve 200")
 
-    def op_rows(self, report: Report) -> Iterator[OpRow]:
-        """The ops' rows: first those of this process, then those of baselines with a `--baseline-path`."""
-        options = self.options
-        if options.steps_only:
-            return
-        call_sites = None
-        if self.model is not None:
-            config = read_config(self.model)
-            built = opslot.build_foundation_model(config, None, self.dtype, "meta", "eager")
-            call_sites = call_sites_of(built, self.device, self.dtype)
-        yield from bench_ops(
-            options.ops,
-            device=self.device,
-            dtype=self.dtype,
-            call_sites=call_sites,
-            tokens=self.tokens,
-            baselines=[name for name in options.baselines if name not in options.baseline_paths],
-            compiled=options.compile_ops and not options.tune,
-            own=not options.baselines_only,
-            report=report,
-        )
-        for baseline in options.baselines:
-            if baseline in options.baseline_paths:
-                report(f"{baseline}, in a separate process")
-                yield from self._rows_of(baseline)
 
-    def _rows_of(self, baseline: str) -> list[OpRow]:
-        """The rows of a baseline's kernels, measured in a process where its folder comes first."""
-        options = self.options
-        command = [sys.executable, "-m", "opslot", "bench", "--baselines-only", "--baselines", baseline, "--steps", "0"]
-        given = {
-            "op": ",".join(options.ops),
-            "model": next(iter(options.models), None),
-            "layers": options.layers,
-            "tokens": self.tokens,
-            "dtype": options.dtype,
-            "device": options.device,
-        }
-        for name, value in given.items():
-            command += [f"--{name}", str(value)] if value else []
-        environment = process_environment(options.baseline_paths[baseline])
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "result.json")
-            done = subprocess.run([*command, "--output", str(file)], capture_output=True, text=True, env=environment)
-            # 1 is a failed check.
-            if done.returncode in (0, 1) and file.exists():
-                return read(file).ops
-        self.report(f"{baseline} failed: {done.stderr.strip()[-800:]}")
-        return []
+def _check_minimums(options: BenchOptions) -> None:
+    for name, minimum in _MINIMUM.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be at least {minimum}", found=str(value), hint="raise it"
+            )
+
+
+def _op_rows(checked: _CheckedOptions, report: Report) -> Iterator[OpRow]:
+    """The ops' rows: first those of this process, then those of baselines with a `--baseline-path`."""
+    options = checked.options
+    if options.steps_only:
+        return
+    call_sites = None
+    if checked.model is not None:
+        config = config_of(checked.model)
+        built = opslot.build_foundation_model(config, None, checked.dtype, "meta", "eager")
+        call_sites = call_sites_of(built, checked.device, checked.dtype)
+    yield from bench_ops(
+        options.ops,
+        device=checked.device,
+        dtype=checked.dtype,
+        call_sites=call_sites,
+        tokens=checked.tokens,
+        baselines=[name for name in options.baselines if name not in options.baseline_paths],
+        compiled=options.compile_ops and not options.tune,
+        own=not options.baselines_only,
+        report=report,
+    )
+    for baseline in options.baselines:
+        if baseline in options.baseline_paths:
+            report(f"{baseline}, in a separate process")
+            yield from _rows_in_a_process(baseline, options, checked.tokens, report)
+
+
+def _rows_in_a_process(baseline: str, options: BenchOptions, tokens: int | None, report: Report) -> list[OpRow]:
+    """The rows of a baseline's kernels, measured in a process where its folder comes first."""
+    command = [sys.executable, "-m", "opslot", "bench", "--baselines-only", "--baselines", baseline, "--steps", "0"]
+    given = {
+        "op": ",".join(options.ops),
+        "model": next(iter(options.models), None),
+        "layers": options.layers,
+        "tokens": tokens,
+        "dtype": options.dtype,
+        "device": options.device,
+    }
+    for name, value in given.items():
+        command += [f"--{name}", str(value)] if value else []
+    environment = process_environment(options.baseline_paths[baseline])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "result.json")
+        done = subprocess.run([*command, "--output", str(file)], capture_output=True, text=True, env=environment)
+        # 1 is a failed check.
+        if done.returncode in (0, 1) and file.exists():
+            return read(file).ops
+    report(f"{baseline} failed: {done.stderr.strip()[-800:]}")
+    return []
 
 
 def _title(source: str, layers: int | None) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.errors import ConfigError
+from opslot._base.labels import IGNORE_INDEX
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._build import auto_class_name
 from opslot.verify.media import marks, pack, token_id
@@ -70,7 +71,7 @@ def media_batch(
     ids = text[torch.randint(len(text), (samples, len(prefix) + text_length), generator=generator)]
     ids[:, : len(prefix)] = torch.tensor(prefix)
     labels = ids.clone()
-    labels[:, : len(prefix)] = -100
+    labels[:, : len(prefix)] = IGNORE_INDEX
     batch = {"input_ids": ids, "labels": labels, **features}
     if "mm_token_type_ids" in inspect.signature(model_class(config).forward).parameters:
         return batch | {"mm_token_type_ids": (ids == config.image_token_id).long()}
@@ -145,7 +146,7 @@ def packed(batch: Batch, model: dict[str, Any]) -> Batch:
     return made
 
 
-def read_config(model: dict[str, Any]) -> PreTrainedConfig:
+def config_of(model: dict[str, Any]) -> PreTrainedConfig:
     """The Transformers config of plain data."""
     from transformers import AutoConfig
 
@@ -154,7 +155,7 @@ def read_config(model: dict[str, Any]) -> PreTrainedConfig:
 
 def trained_config(model: dict[str, Any]) -> PreTrainedConfig:
     """The config of the part that trains: of an omni model, that of its thinker."""
-    config = read_config(model)
+    config = config_of(model)
     parts = (getattr(config, name, None) for name in config.sub_configs)
     return next((part for part in (config, *parts) if getattr(part, "vision_config", None) is not None), config)
 

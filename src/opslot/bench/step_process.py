@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from opslot._base.files import write_text
 from opslot.bench.baselines import BASELINES, baseline_of
 from opslot.bench.step import EAGER, OWN_IMPLEMENTATIONS, WARM_UP
-from opslot.bench.step_inputs import Batch, media_batch, model_vocab_size, packed, read_config, text_batch
+from opslot.bench.step_inputs import Batch, config_of, media_batch, model_vocab_size, packed, text_batch
 from opslot.bench.timing import median_cpu
 from opslot.slots.protocol import trained_model
 
@@ -78,7 +78,7 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
 
     added = OWN_IMPLEMENTATIONS[name]
     ops = EAGER if added is None else {**task["ops_implementation"], **added}
-    config = read_config(task["model"])
+    config = config_of(task["model"])
     model = opslot.build_foundation_model(config, torch_dtype=dtype, init_device=task["device"], ops_implementation=ops)
     keep_inputs_on_host(model)
     optimizer, kernels = adamw_of(model), str(opslot.explain(model))

@@ -297,7 +297,6 @@ def _execute(mapping: LoadMapping, local: _Destinations, regions: Mapping[str, R
     with ThreadPoolExecutor(threads, thread_name_prefix="opslot-load") as pool:
         for file, slices in by_file.items():
             mapped = MappedFile(file)
-
             tasks = list(_tasks(slices))
             for task in tasks[:_TASKS_AHEAD]:
                 _read_ahead(task, mapped, regions)

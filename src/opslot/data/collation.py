@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from opslot._base.boundaries import boundaries_of
+from opslot._base.labels import IGNORE_INDEX
 
-IGNORE_INDEX = -100
 # A token with its label, where that is not the token itself; documents are arrays of these, or of unsigned integers.
 LABELED = np.dtype([("token", "<u4"), ("label", "<i4")])
 

@@ -75,7 +75,7 @@ class ContentForms:
             }[role]
             try:
                 text, _ = self.render(messages, None)
-            # The code of any template.
+            # A template may raise anything.
             except Exception:
                 continue
             if _TEXT in text and "'type'" not in text and '"type"' not in text:

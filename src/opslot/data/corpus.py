@@ -18,7 +18,7 @@ import numpy as np
 
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
-from opslot.data.collation import LABELED
+from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import Encoder, MediaDocument
 from opslot.data.records import ByteRange, split_into_shards
 from opslot.data.sources import no_text
@@ -89,7 +89,9 @@ class TokenShard:
     @property
     def trained(self) -> int:
         """Number of tokens with a label."""
-        return int((self._tokens["label"] != -100).sum()) if self._tokens.dtype == LABELED else len(self._tokens)
+        if self._tokens.dtype != LABELED:
+            return len(self._tokens)
+        return int((self._tokens["label"] != IGNORE_INDEX).sum())
 
 
 class TokenCorpus:

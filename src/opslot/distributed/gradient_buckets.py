@@ -183,7 +183,7 @@ class _Bucket:
 
     def _allocate(self, zeros: bool) -> None:
         make = torch.zeros if zeros else torch.empty
-        # The flags come last.
+        # After the gradients, one flag for each leaf.
         self._sums = make(sum(self._sizes) + len(self.leaves), dtype=self._dtype, device=self._device)
         parts = self._sums[: sum(self._sizes)].split(self._sizes)
         self._views = [

@@ -26,7 +26,7 @@ from opslot._base.errors import ParallelError
 from opslot.distributed.dtensors import local_tensor
 from opslot.distributed.gradient_buckets import GradientBuckets
 
-# Of the device's memory.
+# A share of the device's memory.
 _LITTLE = 0.05
 _COPIES = "_mixed_precision_copies"
 _NO_BACKWARD = -1
@@ -165,7 +165,7 @@ class _Copies:
             # KeyboardInterrupt ends a forward pass without its hooks.
             self._running.clear()
         if torch._C._current_graph_task_id() == _NO_BACKWARD:
-            # The last one may have raised.
+            # The last backward pass may have raised, without resetting it.
             self._backward = _NO_BACKWARD
         self._running.append(module)
         if len(self._running) > 1 or self._in_backward():
@@ -334,7 +334,7 @@ class _Copies:
                 torch._foreach_copy_(copies, parameters)
         for parameter, copy in self._copies.items():
             copy.requires_grad_(parameter.requires_grad)
-            # Of a backward pass that raised.
+            # A backward pass that raised may have left a gradient.
             copy.grad = None
 
     def _place_copies(self) -> None:

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms, which are no parameters: no optimizer and no gradient reduction updates them."""
+"""Running statistics of batch norms, which are not parameters: no optimizer and no gradient reduction updates them."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot._base.boundaries import BOUNDARIES, boundaries_of
+from opslot._base.boundaries import BOUNDARIES, boundaries_of, offsets_of
 from opslot._base.errors import ConfigError
+from opslot._base.labels import IGNORE_INDEX, shifted_labels
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
-IGNORE_INDEX = -100
 _SHOWN = 8
 _FEATURES = ("pixel_values", "input_features", "input_values", "audio_input_ids")
 _TYPE_IDS = ("token_type_ids", "mm_token_type_ids")
@@ -82,9 +82,7 @@ def _shifted_labels(batch: dict[str, Any]) -> Tensor | None:
     """[B, S]: what each position predicts."""
     labels: Tensor | None = batch.get("labels")
     shifted: Tensor | None = batch.get("shift_labels")
-    if shifted is None and labels is not None:
-        shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
-    return shifted
+    return shifted_labels(labels) if shifted is None and labels is not None else shifted
 
 
 _REPLACED = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", *BOUNDARIES)
@@ -142,10 +140,8 @@ def _documents(starts: Tensor) -> dict[str, Any]:
 
     Empty if each sequence is one document: causal attention needs no cu_seqlens then, and is faster without.
     """
-    first = starts.flatten().nonzero().flatten()
-    if len(first) == len(starts):
-        return {}
-    return boundaries_of(F.pad(first, (0, 1), value=starts.numel()))
+    offsets = offsets_of(starts)
+    return {} if len(offsets) == len(starts) + 1 else boundaries_of(offsets)
 
 
 # Dims of position_ids [axes, B, S], and axes if the first is that of text.

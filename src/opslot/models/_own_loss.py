@@ -8,15 +8,14 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from opslot._base.labels import IGNORE_INDEX, shifted_labels
 from opslot._base.source import forward_source
 from opslot.models._multimodal.conditional import transformers_model
 
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText", "LMHeadModel", "MTModel")
-_IGNORED = -100
 _LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_fct")
 
 
@@ -33,8 +32,8 @@ def call_with_share_of_loss(model: Any, inputs: dict[str, Any], num_items_in_bat
     if averages_its_own_labels(whole):
         in_place = compares_labels_in_place(whole)
         if in_place and not _has_aligned_outputs(whole):
-            labels = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-        own = int(((labels if in_place else labels[:, 1:]) != _IGNORED).sum())
+            labels = shifted_labels(labels).contiguous()
+        own = int(((labels if in_place else labels[:, 1:]) != IGNORE_INDEX).sum())
         if not own:
             # The mean over no labels is NaN, also in gradients.
             labels = labels.clone()

@@ -184,7 +184,7 @@ def resolve(
             in_module = bool(at.name) or KERNEL_REGISTRY.op(op_name).per_module
             resolution = _resolve_at(request, wanted, keeps, in_module)
         except ProfileError:
-            # Not a problem of this slot.
+            # The profile is wrong as a whole, so other slots would fail alike.
             raise
         except ConfigError as error:
             problems.append((at.path or type(model).__name__, str(error)))

@@ -14,6 +14,29 @@ def randn(
     return (x * scale).to(device=device, dtype=dtype)
 
 
+def randn_view(
+    shape: tuple[int, ...],
+    view: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    scale: float = 1.0,
+) -> Tensor:
+    """`randn` in a memory layout.
+
+    Args:
+        view: "columns" for columns of a wider tensor, "transposed" for one whose first two dimensions are swapped in
+            memory, "" for a contiguous one.
+    """
+    *lead, width = shape
+    if view == "columns":
+        return randn((*lead, width + 8), dtype, device, generator, scale)[..., 8:]
+    if view == "transposed":
+        first, second, *others = shape
+        return randn((second, first, *others), dtype, device, generator, scale).transpose(0, 1)
+    return randn(shape, dtype, device, generator, scale)
+
+
 def on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
     """A generator on `device`, seeded from `generator`: large cases are drawn where they are used."""
     seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))

@@ -67,9 +67,9 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
     candidates = ", ".join(_candidates(model))
     try:
         with warnings.catch_warnings():
-            # An error below.
+            # `_check_patterns` raises an error below instead of this warning.
             warnings.filterwarnings("ignore", message=".*_pattern keys did not match")
-            # PEFT sets it for the layers that need it.
+            # PEFT sets `fan_in_fan_out` itself, so the user need not act.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             add_adapter(model, config)
     except ValueError as error:

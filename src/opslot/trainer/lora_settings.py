@@ -11,7 +11,7 @@ from opslot.checkpoint.adapters import FROM_WEIGHTS
 from opslot.trainer.config import LoraConfig, RunConfig
 from opslot.trainer.parallel_settings import is_sharded
 
-# A larger one is a mistake.
+# A larger rank is taken for a mistake.
 _LARGEST_RANK = 2**16
 
 

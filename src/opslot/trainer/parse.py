@@ -145,7 +145,7 @@ def build_parser(*, every_field: bool = True) -> ArgumentParser:
         if action.dest != "help" and action.dest not in schema:
             # jsonargparse's options for whole sections, which `_checked_overrides` does not accept.
             action.help = SUPPRESS
-        # Nor does it accept jsonargparse's options that append to a list.
+        # `_checked_overrides` does not accept jsonargparse's options that append to a list either.
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -279,8 +280,8 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
 
 
 def _median(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = sorted(value for record in records if (value := _number(record, name)) is not None)
-    return values[len(values) // 2] if values else None
+    values = [value for record in records if (value := _number(record, name)) is not None]
+    return statistics.median_high(values) if values else None
 
 
 def _short(value: float | None) -> str | None:

@@ -320,7 +320,7 @@ def make_encoder(
     files = [file for source in inputs.sources for file in source.files]
     _inspect(encoder, [*files, *inputs.eval_files], data.format)
     known = dict(model_config.id2label or {})
-    # The names of a config that was never given any are no labels.
+    # A config that was never given names has these two, which are not labels.
     checkpoint = [] if known == {0: "LABEL_0", 1: "LABEL_1"} else [str(known[number]) for number in sorted(known)]
     encoder.names = (
         data.label_names or encoder.class_names or checkpoint or find_label_names(encoder, files, data.format)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,53 @@ from opslot.trainer.parallel_settings import check_cuda_graphs, check_data_paral
 _SEEDS = 2**31
 # Beyond these a number is a mistake, of which the machine would run out of memory or never finish a step.
 _LARGEST_BATCH, _MOST_WORKERS = 2**24, 1024
+_PATHS = (
+    "model.config_path",
+    "model.model_path",
+    "model.tokenizer_path",
+    "data.train_path",
+    "data.eval_path",
+    "data.cache_dir",
+    "data.chat_template",
+    "train.output_dir",
+    "train.checkpoint.resume_from",
+)
+# Smallest and largest values; None is not checked.
+_AT_LEAST = {
+    "train.max_steps": 1,
+    "train.global_batch_size": 1,
+    "train.micro_batch_size": 1,
+    "train.warmup_steps": 0,
+    "train.weight_decay": 0,
+    "train.max_grad_norm": 0,
+    "train.seed": 0,
+    "train.checkpoint.save_steps": 1,
+    "train.checkpoint.save_total_limit": 1,
+    "train.checkpoint.export_steps": 1,
+    "train.eval_steps": 1,
+    "train.optimizer.ns_steps": 1,
+    "train.logging.log_steps": 1,
+    "train.sp_size": 1,
+    "train.ep_size": 1,
+    "train.fsdp.dp_replicate": 1,
+    "train.fsdp.prefetch": 0,
+    "data.max_seq_len": 2,
+    "data.num_workers": 0,
+    "data.max_pixels": 1,
+    "data.max_frames": 1,
+    "evaluation.max_new_tokens": 1,
+    "evaluation.early_stopping_patience": 1,
+}
+_AT_MOST = {"train.global_batch_size": _LARGEST_BATCH, "data.num_workers": _MOST_WORKERS}
+_ABOVE_ZERO = ("train.lr", "train.num_epochs", "train.optimizer.eps", "train.logging.peak_tflops", "data.max_fps")
+# Fields whose values are in [0, 1).
+_SHARES = (
+    "train.optimizer.beta1",
+    "train.optimizer.beta2",
+    "train.optimizer.min_lr_ratio",
+    "train.optimizer.momentum",
+    "data.eval_fraction",
+)
 
 
 @dataclass(frozen=True)
@@ -128,19 +176,8 @@ def micro_batch_size(train: TrainConfig) -> int:
 
 def _check_paths(config: RunConfig, problems: list[str]) -> None:
     """Paths that no file can have."""
-    model, data, train = config.model, config.data, config.train
-    paths: dict[str, str | list[str] | None] = {
-        "model.config_path": model.config_path,
-        "model.model_path": model.model_path,
-        "model.tokenizer_path": model.tokenizer_path,
-        "data.train_path": data.train_path,
-        "data.eval_path": data.eval_path,
-        "data.cache_dir": data.cache_dir,
-        "data.chat_template": data.chat_template,
-        "train.output_dir": train.output_dir,
-        "train.checkpoint.resume_from": train.checkpoint.resume_from,
-    }
-    for field, value in paths.items():
+    for field in _PATHS:
+        value = attrgetter(field)(config)
         for path in [value] if isinstance(value, str) else value or ():
             problem = path_problem(path)
             if problem:
@@ -182,46 +219,17 @@ def _no_effect(config: RunConfig) -> list[str]:
 
 
 def _check_numbers(config: RunConfig, problems: list[str]) -> None:
-    train, data = config.train, config.data
-    at_least = {
-        "train.max_steps": (train.max_steps, 1),
-        "train.global_batch_size": (train.global_batch_size, 1),
-        "train.micro_batch_size": (train.micro_batch_size, 1),
-        "train.warmup_steps": (train.warmup_steps, 0),
-        "train.weight_decay": (train.weight_decay, 0),
-        "train.max_grad_norm": (train.max_grad_norm, 0),
-        "train.seed": (train.seed, 0),
-        "train.checkpoint.save_steps": (train.checkpoint.save_steps, 1),
-        "train.checkpoint.save_total_limit": (train.checkpoint.save_total_limit, 1),
-        "train.checkpoint.export_steps": (train.checkpoint.export_steps, 1),
-        "train.eval_steps": (train.eval_steps, 1),
-        "train.optimizer.ns_steps": (train.optimizer.ns_steps, 1),
-        "train.logging.log_steps": (train.logging.log_steps, 1),
-        "train.sp_size": (train.sp_size, 1),
-        "train.ep_size": (train.ep_size, 1),
-        "train.fsdp.dp_replicate": (train.fsdp.dp_replicate, 1),
-        "train.fsdp.prefetch": (train.fsdp.prefetch, 0),
-        "data.max_seq_len": (data.max_seq_len, 2),
-        "data.num_workers": (data.num_workers, 0),
-        "data.max_pixels": (data.max_pixels, 1),
-        "data.max_frames": (data.max_frames, 1),
-        "evaluation.max_new_tokens": (config.evaluation.max_new_tokens, 1),
-        "evaluation.early_stopping_patience": (config.evaluation.early_stopping_patience, 1),
-    }
-    for name, (value, least) in at_least.items():
+    train = config.train
+    for name, least in _AT_LEAST.items():
+        value = attrgetter(name)(config)
         if value is not None and not value >= least:
             problems.append(f"{name}={value} must be at least {least}")
-    at_most = {
-        "train.global_batch_size": (train.global_batch_size, _LARGEST_BATCH),
-        "data.num_workers": (data.num_workers, _MOST_WORKERS),
-    }
-    problems += [f"{name}={value} must be at most {most}" for name, (value, most) in at_most.items() if value > most]
-    optimizer = train.optimizer
-    above_zero = {"train.lr": train.lr, "train.num_epochs": train.num_epochs, "train.optimizer.eps": optimizer.eps}
-    if train.logging.peak_tflops is not None:
-        above_zero["train.logging.peak_tflops"] = train.logging.peak_tflops
-    if data.max_fps is not None:
-        above_zero["data.max_fps"] = data.max_fps
+    for name, most in _AT_MOST.items():
+        value = attrgetter(name)(config)
+        if value > most:
+            problems.append(f"{name}={value} must be at most {most}")
+    given = {name: attrgetter(name)(config) for name in _ABOVE_ZERO}
+    above_zero = {name: value for name, value in given.items() if value is not None}
     above_zero |= {f"train.lr_of.{name}": value for name, value in (train.lr_of or {}).items()}
     problems += [f"{name}={value} must be above 0" for name, value in above_zero.items() if not value > 0]
     finite = {**above_zero, "train.weight_decay": train.weight_decay}
@@ -229,14 +237,10 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
     problems += _profile_problems(train)
     if train.seed >= _SEEDS:
         problems.append(f"train.seed={train.seed} must be below {_SEEDS}")
-    shares = {
-        "train.optimizer.beta1": optimizer.beta1,
-        "train.optimizer.beta2": optimizer.beta2,
-        "train.optimizer.min_lr_ratio": optimizer.min_lr_ratio,
-        "train.optimizer.momentum": optimizer.momentum,
-        "data.eval_fraction": data.eval_fraction,
-    }
-    problems += [f"{name}={value} must be in [0, 1)" for name, value in shares.items() if not 0 <= value < 1]
+    for name in _SHARES:
+        value = attrgetter(name)(config)
+        if not 0 <= value < 1:
+            problems.append(f"{name}={value} must be in [0, 1)")
 
 
 def _profile_problems(train: TrainConfig) -> list[str]:

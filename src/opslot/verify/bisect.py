@@ -265,8 +265,8 @@ def _by_slot(suspect: Suspect) -> Iterable[Suspect]:
 
 
 class Selections(TorchFunctionMode):
-    """Makes each call of `topk` select given indices: those of the same call of another run. So does each selection of
-    keys as bits, which replaces a `topk` of Transformers' sparse attention.
+    """Makes each call of `topk` select given indices: those of the same call of another run. A selection of keys
+    as bits, which replaces a `topk` of Transformers' sparse attention, also gets the given one.
 
     Args:
         given: by call; a call without any, or of another shape, selects by itself.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from opslot._base.boundaries import boundaries_of
 from opslot._base.errors import ConfigError, error_text
+from opslot._base.labels import IGNORE_INDEX
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._multimodal.audio import AudioInputs
 from opslot.models._multimodal.images import Size, visual_inputs
@@ -143,7 +144,10 @@ def _inlined_sample(inlined: InlinedInputs, forms: Sequence[InlinedForm]) -> Bat
             ids += token * form.tokens + text()
             kinds += [form.kind] * form.tokens + [""] * _TEXT
     input_ids = torch.tensor([ids])
-    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(torch.tensor([[bool(k) for k in kinds]]), -100)}
+    batch = {
+        "input_ids": input_ids,
+        "labels": input_ids.masked_fill(torch.tensor([[bool(k) for k in kinds]]), IGNORE_INDEX),
+    }
     for form in forms:
         batch |= inlined.inputs(form, torch.tensor([kind == form.kind for kind in kinds]), generator)
     return batch
@@ -215,7 +219,7 @@ def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, cou
     type_ids = torch.tensor([types])
     input_ids = torch.tensor([ids])
     # Some features depend on the tokens, which are others here.
-    batch = {**inputs, "input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, -100)}
+    batch = {**inputs, "input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, IGNORE_INDEX)}
     taken = inspect.signature(type(model).forward).parameters
     seconds = torch.ones(kinds.count("video"))
     if hasattr(holder, "get_rope_index"):
@@ -277,7 +281,7 @@ def token_id(config: Any, kind: str) -> int:
 
 def with_common_divisor(batches: Sequence[Batch]) -> list[Batch]:
     """The batches with the number of labels in all of them, so that their losses add up to one mean."""
-    targets = torch.tensor(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches))
+    targets = torch.tensor(sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in batches))
     return [{**batch, "num_items_in_batch": targets} for batch in batches]
 
 
@@ -303,11 +307,11 @@ def packed_samples(positions: RopePositions, samples: MediaSamples) -> tuple[lis
         # Such a forward sees which kinds the whole batch has: Phi-4 multimodal projects audio differently with images.
         rows = [[name for name in together if name != "image"], ["image"]]
     packed = [pack(positions, [samples.batches[name] for name in row]) for row in rows]
-    targets = torch.tensor(sum(int((row["labels"] != -100).sum()) for row in packed))
+    targets = torch.tensor(sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in packed))
     alone = []
     for name in together:
         labels = samples.batches[name]["labels"].clone()
-        labels[:, 0] = -100
+        labels[:, 0] = IGNORE_INDEX
         alone.append({**samples.batches[name], "labels": labels, "num_items_in_batch": targets})
     return [{**row, "num_items_in_batch": targets} for row in packed], alone
 
@@ -322,7 +326,7 @@ def pack(positions: RopePositions, batches: Sequence[Batch]) -> Batch:
         name: torch.cat([batch[name] for batch in batches if name in batch], 1 if name in per_token else 0)
         for name in names
     }
-    packed["labels"] = packed["labels"].masked_fill(text == 0, -100)
+    packed["labels"] = packed["labels"].masked_fill(text == 0, IGNORE_INDEX)
     position_ids = text[None]
     if positions.axes > 1:
         rotary = torch.cat([positions(batch["input_ids"][0], _features(batch)) for batch in batches], 1)[:, None]

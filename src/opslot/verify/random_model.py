@@ -19,7 +19,7 @@ from opslot.models._registry import declared_sub_model
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Of weights and inputs.
+# The seed of weights and inputs.
 SEED = 0
 BATCH, LENGTH = 2, 20
 # Without noise, initial norm weights are 1 and biases 0, and a kernel that drops one of them would pass.

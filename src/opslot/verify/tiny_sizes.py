@@ -188,7 +188,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"], **_INKLING},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
-        # As many as key/value heads.
+        # It must equal the number of key/value heads.
         "index_n_heads": 2,
         "index_block_size": 4,
         "index_topk_blocks": 2,

@@ -470,7 +470,7 @@ def test_label_smoothing_gradients_are_accurate(name, smoothing):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_vocabulary_in_two_parts(monkeypatch, bias):
-    """As on a GPU, where cuBLAS is slow with vocabularies that are no multiple of 8."""
+    """As on a GPU, where cuBLAS is slow with vocabularies that are not multiples of 8."""
     monkeypatch.setattr(chunked, "_vocabulary_parts", lambda weight: (slice(16, 19), slice(0, 16)))
     torch.manual_seed(0)
     leaves = [torch.randn(shape, requires_grad=True) for shape in ((7, 12), (19, 12), *([(19,)] if bias else []))]

@@ -329,13 +329,13 @@ COMPILE_SELECTIVE = """
             return "*bf16" if name in BF16 else "*i32" if name in ("start_ptr", "length_ptr") else "*fp32"
         return "fp32" if name in ("low", "high") else "i32"
 
-    found, plan = {}, selective.plan_for()
-    constants = {"HEADS": 64, "GROUP": 64, "N": 16, "HAS_BIAS": True, "SOFTPLUS": True, "CHANNELS": plan.channels}
+    found = {}
+    constants = {"HEADS": 64, "GROUP": 64, "N": 16, "HAS_BIAS": True, "SOFTPLUS": True, "CHANNELS": selective.CHANNELS}
     constants |= {"BACKWARD": True, "HAS_D": True, "BN": 16, "PRECISION": "tf32"}
     for kernel, chunk in (
-        (selective.added_kernel, plan.forward_chunk),
-        (selective.selective_outputs_kernel, plan.forward_chunk),
-        (selective_gradients.selective_gradients_kernel, plan.backward_chunk),
+        (selective.added_kernel, selective.FORWARD_CHUNK),
+        (selective.selective_outputs_kernel, selective.FORWARD_CHUNK),
+        (selective_gradients.selective_gradients_kernel, selective.BACKWARD_CHUNK),
     ):
         names = kernel.arg_names
         given = {n: v for n, v in (constants | {"CHUNK": chunk}).items() if n in names}

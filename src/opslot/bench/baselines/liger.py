@@ -16,10 +16,10 @@ from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from opslot._base.errors import ConfigError
 from opslot.bench.baselines import hf
+from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants
 
 
 def _norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,22 +39,19 @@ def _gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     return function.apply(gate, up)
 
 
-def _causal(
-    hidden_states: Tensor, weight: Tensor, labels: Tensor, num_items_in_batch: Any = None, **options: Any
-) -> Tensor:
-    shifted = options.get("shift_labels")
-    if shifted is None:
-        shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
     loss = liger_fused_linear_cross_entropy(
-        hidden_states.reshape(-1, hidden_states.shape[-1]) * options.get("logit_scale", 1.0),
-        weight,
-        shifted.reshape(-1),
-        reduction="mean" if num_items_in_batch is None else "sum",
-        label_smoothing=options.get("label_smoothing", 0.0),
-        softcap=options.get("softcap"),
+        inputs.hidden_states.reshape(-1, inputs.hidden_states.shape[-1]) * inputs.logit_scale,
+        inputs.weight,
+        inputs.labels.reshape(-1),
+        reduction="mean" if num_items is None else "sum",
+        label_smoothing=label_smoothing,
+        softcap=inputs.softcap,
     )
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    return loss if num_items is None else loss / num_items
 
+
+_causal, _ = loss_variants(_loss, __name__)
 
 KERNELS = {
     ("rms_norm", "standard"): {"in place": _norm},

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opslot._base.device import has_package
 from opslot._base.dtypes import dtype_name
-from opslot.bench.step_inputs import Batch, model_class, packed, read_config, takes_images, trained_config
+from opslot.bench.step_inputs import Batch, config_of, model_class, packed, takes_images, trained_config
 
 _MOE = "veomni.ops.kernels.moe"
 
@@ -57,7 +57,7 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
     if not dist.is_initialized():
         # Its Qwen2.5-VL reads its ranks.
         dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
-    made = read_config(config)
+    made = config_of(config)
     made.architectures = [model_class(made).__name__]
     if device == "cpu":
         names = ("cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss", "moe")

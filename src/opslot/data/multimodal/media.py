@@ -116,7 +116,7 @@ def _rgb(image: Image) -> Image:
 def _of_depth(values: np.ndarray) -> np.ndarray:
     """uint8 pixels of gray values: of 16 or 8 bits, or floats up to 1 or 255."""
     if values.dtype.kind == "f":
-        # As `_pixels` takes them.
+        # `_pixels` takes floats up to 1.
         values = values if values.max() <= 1 + _BEYOND / 255 else values / 255
     elif values.dtype.itemsize == 2 or 255 + _BEYOND < values.max() < 2**16:
         values = values >> 8

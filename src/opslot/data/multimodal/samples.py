@@ -132,7 +132,7 @@ class MultimodalEncoder(ChatEncoder):
             raise SampleError(str(error)) from error
         rendered = self._render_record(record, form)
         tagged = any(has_unused_tag(sample.messages) for sample in rendered)
-        # A record counts once.
+        # A tag is counted once for a record, whatever its number of samples.
         return [(*self._document(where, each, media), tagged and each is rendered[0]) for each in rendered]
 
     def size_of(self, sample: Any) -> int:

@@ -59,7 +59,7 @@ class AudioInputs:
             return None
         try:
             probe = Probe(self._holder, METHOD)
-        # The code of any model.
+        # A model's own code may raise anything.
         except Exception:
             return None
         return probe.first(self._candidates(name, probe.model))

@@ -258,7 +258,7 @@ class _Reader:
         """The smallest size of an image that gives features; None where none is found."""
         try:
             probe = Probe(self.holder, self.method)
-        # The code of any model.
+        # A model's own code may raise anything.
         except Exception:
             return None
         made = ({n: x.cpu().float() for n, x in self._of_side(side, _SMALLEST).items()} for side in self._sides())

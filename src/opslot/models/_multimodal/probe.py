@@ -43,7 +43,7 @@ class Probe:
         try:
             with torch.no_grad():
                 return count_features(getattr(self.model, self.method)(**inputs))
-        # The code of any model.
+        # A model's own code may raise anything.
         except Exception:
             return 0
 

@@ -144,7 +144,7 @@ def _random_inputs(probe: Probe, sizes: Sequence[Size]) -> tuple[dict[str, Any],
     if inputs is None or images is None:
         return None
     generator = torch.Generator().manual_seed(0)
-    # Without dropout.
+    # In training mode, dropout would make the outputs random.
     for parameter in probe.model.eval().parameters():
         # Embeddings of time may be initialized to zero.
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
@@ -163,7 +163,7 @@ def _outputs(probe: Probe, inputs: Mapping[str, Any]) -> list[Tensor]:
     try:
         with torch.no_grad():
             outputs = getattr(probe.model, probe.method)(**inputs)
-    # The code of any model.
+    # A model's own code may raise anything.
     except Exception:
         return []
     # Llama 4 has no other output than the last hidden state.
@@ -286,7 +286,7 @@ class _Gathering:
             elif name in INTERNAL_STATES:
                 found[name] = None
             elif isinstance(value, list | tuple):
-                # Of one layer each.
+                # One tensor for each layer.
                 found[name] = type(value)(self._of_images(layer) for layer in value)
             elif isinstance(value, Tensor):
                 found[name] = self._joined(value)

@@ -10,7 +10,6 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, ModuleView, names_in
@@ -96,7 +95,6 @@ _MIXES = re.compile(
 )
 
 
-@dataclass(frozen=True)
 class UnsplitSequences:
     """Classes that keep a model from being packed and sharded, with the reason."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,13 @@ def require_floats(kernel: str, hint: str = "use eager", /, **tensors: Tensor | 
             reject(kernel, name, unsupported_dtype(tensor.dtype), hint)
 
 
+def require_shapes(kernel: str, /, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raise KernelError for an argument whose shape is not the one beside it; see `reject`."""
+    for name, (tensor, shape) in tensors.items():
+        if tensor is not None and tensor.shape != shape:
+            reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
+
+
 def in_autocast_dtype(x: Tensor, *others: Any) -> tuple[Any, ...]:
     """Tensors in autocast's dtype where it is on, as it casts the arguments of torch's matmuls and attention.
 
@@ -50,6 +58,17 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """`x` in float32; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Tensors in the dtype that theirs promote to."""
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+    return [x.to(dtype) for x in tensors]
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

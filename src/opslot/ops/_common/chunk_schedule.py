@@ -12,17 +12,12 @@ import torch
 from torch import Tensor
 
 
-def document_bounds(batch: int, length: int, cu_seqlens: Tensor | None) -> list[int]:
-    """The boundaries of documents, which are the rows without `cu_seqlens`."""
-    # len(range(n)) makes a symbolic n of torch.compile a number, which the number of chunks requires.
-    return [len(range(length * i)) for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-
-
 class ChunkSchedule:
     """Chunks of all documents, in the order in which their states need them.
 
     Args:
-        bounds: the documents' boundaries, from 0 to the number of tokens.
+        batch, length: rows, and tokens of a row.
+        cu_seqlens: boundaries of the documents over all tokens; None for rows of one document each.
         chunk: tokens of a chunk.
 
     Attributes:
@@ -30,8 +25,10 @@ class ChunkSchedule:
         active: by step, how many documents (of `order`) have a chunk left; the chunks of a step are adjacent.
     """
 
-    def __init__(self, bounds: list[int], chunk: int, device: torch.device) -> None:
+    def __init__(self, batch: int, length: int, cu_seqlens: Tensor | None, chunk: int, device: torch.device) -> None:
         self.chunk = chunk
+        # len(range(n)) makes a symbolic n of torch.compile a number, which the number of chunks requires.
+        bounds = [len(range(length * i)) for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
         counts = [-(-(stop - start) // chunk) for start, stop in itertools.pairwise(bounds)]
         order = sorted(range(len(counts)), key=lambda d: -counts[d])
         self.active = [sum(c > step for c in counts) for step in range(max(counts, default=0))]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opslot._base.boundaries import boundaries_of
+from opslot._base.boundaries import boundaries_of, offsets_of
 from opslot._base.host_values import host_values
 from opslot._base.source import takes_text_axis
 from opslot._base.tensor_cache import TensorCache
@@ -103,7 +103,7 @@ def join_documents(outputs: Iterable[Tensor], tokens: Tensor) -> Tensor:
     return torch.cat([output[0] for output in outputs]).unflatten(0, tokens.shape[:2])
 
 
-def separate_documents(model: nn.Module, op_name: str) -> list[Any]:
+def add_document_hooks(model: nn.Module, op_name: str) -> list[Any]:
     """Let the models around the slots of an op derive cu_seqlens from positions that restart; returns the hooks.
 
     Not those in which tokens are also mixed elsewhere.
@@ -132,7 +132,7 @@ def cu_seqlens_in(kwargs: Mapping[str, Any]) -> Tensor | None:
         return seq_idx
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx.diff(dim=1) != 0
-    return torch.nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=seq_idx.numel()).to(torch.int32)
+    return offsets_of(starts).to(torch.int32)
 
 
 def documents_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def documents_for(module: Any, classes: tuple[type, ...], kwargs: Mapping[str, A
     return documents_in(kwargs) if takes else {}
 
 
-def remove_hooks(model: nn.Module, hooks: list[Any]) -> None:
-    """Remove what `separate_documents` returned."""
+def remove_document_hooks(model: nn.Module, hooks: list[Any]) -> None:
+    """Remove what `add_document_hooks` returned."""
     for hook in hooks:
         hook.remove()
 
@@ -220,6 +220,18 @@ def positions_in_documents(cu_seqlens: Tensor, states: Tensor) -> Tensor:
     return (token - start.maximum(token - token % length)).view(rows, length)
 
 
+def document_of_tokens(cu_seqlens: Tensor, rows: int, length: int, device: torch.device) -> Tensor:
+    """int64 [B, S]: the number of each token's document; tokens after the last boundary are another document."""
+    token = torch.arange(rows * length, device=device)
+    return torch.searchsorted(cu_seqlens[1:].to(device, token.dtype), token, right=True).view(rows, length)
+
+
+def same_document(cu_seqlens: Tensor, rows: int, length: int, device: torch.device) -> Tensor:
+    """bool [B, 1, S, S]: whether two tokens of a row are of one document."""
+    document = document_of_tokens(cu_seqlens, rows, length, device)[:, None]
+    return document[..., :, None] == document[..., None, :]
+
+
 # Transformers' decoders take them in this order.
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids", "cache")
 
@@ -236,9 +248,7 @@ def add_documents(
         return None
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=1) != 1
-    first = starts.flatten().nonzero().flatten()
-    offsets = torch.nn.functional.pad(first, (0, 1), value=starts.numel())
-    return args, {**kwargs, **boundaries_of(offsets)}
+    return args, {**kwargs, **boundaries_of(offsets_of(starts))}
 
 
 def _shown(boundaries: list[int]) -> str:

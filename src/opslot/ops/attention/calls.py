@@ -46,7 +46,7 @@ def selected_keys(config: Any, compressed: Any, selected: Any) -> dict[str, Any]
     if not takes_selected_keys(config):
         return {}
     if selected is not None and selected.dim() == 2:
-        # Of positions that all rows share.
+        # All rows share their positions, and so the counts of visible keys.
         selected = selected.expand(compressed.shape[0], -1)
     return {"compressed_keys": compressed.shape[2], "selected": selected}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
@@ -48,7 +47,6 @@ _LAST = "{}[:, -position_ids.shape[1] :]"
 _IF_BOUND = "if takes_selected_keys(self.rotary_emb.config):\n    return compressed_kv, "
 
 
-@dataclass(frozen=True)
 class CompressedAttention:
     """Attention classes with a compressor, and the classes of their compressors."""
 

@@ -13,7 +13,7 @@ from opslot.ops.attention.compressed_reference import selected_mask
 from opslot.ops.attention.kernels.compressed_backward import launch_dkv, launch_selected_dkv, launch_sum_parts
 from opslot.ops.attention.kernels.compressed_forward import COUNTS, INDICES
 
-# Of what single queries add to the keys that they select.
+# Memory for what single queries add to the keys that they select.
 _PARTS_BYTES = 1 << 30
 _ROWS_OF_SUM = 16
 

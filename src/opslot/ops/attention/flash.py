@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.head_sizes import resize_heads
+from opslot.ops.attention.masks import Keys
 from opslot.ops.attention.reference import causal_of, document_bounds, reject_options
 from opslot.ops.attention.widths import padded_widths
 
@@ -128,24 +129,14 @@ def _packed(name: str, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tens
 def _padded(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Remove padding, compute attention over the rest as documents, and pad the output with zeros."""
     k_mask = mask[:, -k.shape[1] :].bool()
-    q_mask = k_mask[:, -q.shape[1] :]
-    packed_q, index_q, cu_q = _unpad(q, q_mask)
-    packed_k, _, cu_k = _unpad(k, k_mask)
-    packed_v, _, _ = _unpad(v, k_mask)
+    queries, keys = Keys.of(k_mask[:, -q.shape[1] :]), Keys.of(k_mask)
+    packed = (x.flatten(0, 1).index_select(0, own.places) for x, own in ((q, queries), (k, keys), (v, keys)))
     out = run(
-        packed_q,
-        packed_k,
-        packed_v,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        max_seqlen_q=int(cu_q.diff().max()),
-        max_seqlen_k=int(cu_k.diff().max()),
+        *packed,
+        cu_seqlens_q=queries.cu_seqlens,
+        cu_seqlens_k=keys.cu_seqlens,
+        max_seqlen_q=queries.longest,
+        max_seqlen_k=keys.longest,
     )
     full = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:])
-    return full.index_copy(0, index_q, out).view(*q.shape[:2], *out.shape[1:])
-
-
-def _unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    index = mask.flatten().nonzero().flatten()
-    cu_seqlens = nn.functional.pad(mask.sum(-1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-    return x.reshape(-1, *x.shape[2:]).index_select(0, index), index, cu_seqlens
+    return full.index_copy(0, queries.places, out).view(*q.shape[:2], *out.shape[1:])

@@ -13,6 +13,7 @@ from transformers.masking_utils import flex_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot._base.tensor_cache import TensorCache
+from opslot.ops._common.documents import document_of_tokens
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.reference import causal_of, reject_options, window_of
 
@@ -40,7 +41,7 @@ def flex_attention(call: AttentionCall) -> tuple[Tensor, None]:
     if attention_mask is None and query.shape[2] > 1:
         attention_mask = _shared_mask(query, key, causal_of(module, kwargs), kwargs)
     if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
-        # Transformers' adapter adds masks that are no block masks to the scores.
+        # Transformers' adapter adds a mask that is not a block mask to the scores.
         hidden = torch.zeros(attention_mask.shape, dtype=query.dtype, device=query.device)
         attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
     if query.is_cuda and 1 < query.shape[2] < _DECODING:
@@ -83,8 +84,7 @@ def _block_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]
         )
     document = torch.zeros(1, keys, dtype=torch.int64, device=query.device)
     if cu_seqlens is not None:
-        token = torch.arange(batch * length, device=query.device)
-        document = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True).view(batch, length)
+        document = document_of_tokens(cu_seqlens, batch, length, query.device)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if not causal:

@@ -10,7 +10,6 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot, indexed_attention
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
@@ -102,7 +101,6 @@ attention_mask = None
 """
 
 
-@dataclass(frozen=True)
 class Attention:
     """Each class that calls Transformers' attention interface."""
 
@@ -160,7 +158,6 @@ class Attention:
         return Match(name, OP, slot.variant, write)
 
 
-@dataclass(frozen=True)
 class OwnAttention:
     """Classes that compute attention themselves: no kernel that is selected for a model reaches them."""
 

@@ -55,7 +55,7 @@ def _allocate(tensors: list[Tensor], widths: list[int]) -> list[Tensor]:
 
 def _run(tensors: list[Tensor], widths: list[int]) -> list[Tensor]:
     if not runs_triton(tensors[0]):
-        # A negative padding cuts.
+        # F.pad with a negative width cuts columns.
         return [F.pad(x, (0, width - x.shape[-1])).contiguous() for x, width in zip(tensors, widths, strict=True)]
     from opslot.ops._common.kernels.heads import resize_heads
 

@@ -21,7 +21,7 @@ from opslot.ops.attention.reference import causal_of
 from opslot.ops.attention.visible import Visible
 from opslot.ops.indexer_scores.op import standard as eager_scores
 
-# Of the scores of a chunk of queries.
+# Memory for the scores of a chunk of queries.
 _SCORES_BYTES = 1 << 28
 
 

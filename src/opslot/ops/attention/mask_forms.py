@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 # Discovery loads it first, so this does not import its package, which imports torch.
 from opslot.ops.attention.forms import OP, READS_BOOLS, adds_given_masks, cu_seqlens_branches, is_sparse, mask_of
@@ -20,7 +19,6 @@ is_flash_attention_requested = or_bound_with_cu_seqlens(is_flash_attention_reque
 """
 
 
-@dataclass(frozen=True)
 class CuSeqlensForFlash:
     """Classes that separate sequences by cu_seqlens where a FlashAttention of Transformers runs, as towers do."""
 
@@ -41,7 +39,6 @@ _CONVOLVES = re.compile(r"Adapter|ResNetBlock")
 _ONE_HOT_LABELS = re.compile(r"argmax\(labels\.")
 
 
-@dataclass(frozen=True)
 class ReadsPadding:
     """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens,
     question answering, whose loss compares all positions with that of the answer, the classification of frames, whose
@@ -63,14 +60,13 @@ class ReadsPadding:
                 yield ClassFact(name, READS_PADDING, ALL_PADDING)
 
 
-@dataclass(frozen=True)
 class MasksOfOneImplementation:
     """Attention that reads any mask as one implementation makes it.
 
     Sparse attention whose indexer adds any mask to scores: Transformers' sdpa gives it none, or one of bools, so that
-    GLM's in Transformers 5.9 selects and sees later tokens; so does Doge's, whose own mask is added to a causal one
-    where it gets one (up to 5.17). Attention without the interface that reads bools: Gemma 4's
-    of audio up to 5.17, which sees what eager attention's masks hide.
+    GLM's in Transformers 5.9 selects and sees later tokens. Doge's does too, because its own mask is added to a
+    causal one only where it gets one (up to 5.17). Attention without the interface that reads bools: Gemma 4's of audio
+    up to 5.17, which sees what eager attention's masks hide.
     """
 
     def find(self, module: ModuleView) -> Iterator[Skip | ClassFact]:

@@ -16,16 +16,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 from transformers import masking_utils
 
+from opslot._base.boundaries import offsets_of
 from opslot._base.errors import KernelError
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import in_autocast_dtype
+from opslot.ops._common.documents import document_of_tokens, same_document
 from opslot.ops.attention.contract import AttentionCall
 from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, MaskPattern, by_index, pattern_of
 from opslot.slots.protocol import FIRST_PADDING
 
 
 class Keys(NamedTuple):
-    """Keys that are not padding.
+    """Keys, or queries, that are not padding.
 
     Attributes:
         real: bool [B, S_kv].
@@ -129,7 +131,7 @@ def split_documents(cu_seqlens: Tensor, tokens: int, chunk: int) -> Tensor:
     The result has [documents + tokens // chunk + 1] elements, whatever the lengths; documents at its end may be empty.
     """
     token = torch.arange(tokens, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
+    document = document_of_tokens(cu_seqlens, 1, tokens, cu_seqlens.device)[0]
     is_start = (token - cu_seqlens.long()[document]) % chunk == 0
     size = len(cu_seqlens) - 1 + tokens // chunk
     starts = torch.nonzero_static(is_start, size=size, fill_value=tokens).flatten()
@@ -156,8 +158,7 @@ def _layout(pattern: MaskPattern, attention_mask: Tensor | None) -> Layout | str
     if starts is None:
         # The attribute `is_causal` of some encoders is wrong (Phi-4 multimodal).
         return None if pattern.causal and pattern.window is None and pattern.chunk is None else found
-    first = pad(starts, (1, 0), value=True).flatten()
-    cu_seqlens = pad(first.nonzero().flatten(), (0, 1), value=len(first)).to(torch.int32)
+    cu_seqlens = offsets_of(pad(starts, (1, 0), value=True)).to(torch.int32)
     return found._replace(cu_seqlens=cu_seqlens, longest=int(cu_seqlens.diff().max()))
 
 
@@ -220,7 +221,10 @@ def mask_function(
     """
     any_mask = applies_any(own)
 
-    def dense_or_raise(given: dict[str, Any]) -> Any:
+    def own_or_dense(given: dict[str, Any]) -> Any:
+        """The mask of `own` if it takes any mask, else a dense one or an error."""
+        if any_mask:
+            return own(**given)
         if falls_back:
             return masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False})
         raise KernelError(
@@ -228,6 +232,23 @@ def mask_function(
             f"{given['q_length']} queries, {given['kv_length']} keys)",
             hint="use sdpa or eager",
         )
+
+    def reads_padding(attention_mask: Tensor, compiling: bool) -> bool:
+        """Whether queries that are padding attend to the keys that are not."""
+        if at_padding != FIRST_PADDING or (compiling and any_mask):
+            return at_padding is not None
+        tokens_first = attention_mask[:, 0].all()
+        if compiling:
+            torch._assert_async(tokens_first, f"attn_implementation={name!r}: {_LEFT_PADDED}")
+            return False
+        return not bool(tokens_first)
+
+    def in_compiled_model(given: dict[str, Any]) -> Any:
+        found = _chunked(given) or own(**given)
+        # A mask of padding does not show a module that is not causal that this one is.
+        if isinstance(found, Tensor) and not any_mask and given["mask_function"] is masking_utils.causal_mask_function:
+            return Layout(causal=True, length=given["kv_length"], padding=found)
+        return found
 
     def mask(
         batch_size: int,
@@ -262,46 +283,31 @@ def mask_function(
         # compiled model its offset, a tensor, is all that shows it.
         later_keys = isinstance(q_offset, Tensor) or (is_causal and q_offset + q_length < kv_offset + kv_length)
         if later_keys and (is_causal or compiling):
-            given["allow_is_causal_skip"] = False
-            if any_mask:
-                return own(**given)
-            return dense_or_raise(given)
-        read = at_padding is not None and attention_mask is not None
-        if attention_mask is not None and at_padding == FIRST_PADDING and not (compiling and any_mask):
-            tokens_first = attention_mask[:, 0].all()
-            if compiling:
-                torch._assert_async(tokens_first, f"attn_implementation={name!r}: {_LEFT_PADDED}")
-            read = not (compiling or bool(tokens_first))
+            return own_or_dense({**given, "allow_is_causal_skip": False})
+        read = attention_mask is not None and reads_padding(attention_mask, compiling)
         if attention_mask is not None and read and (compiling or _needs_padding(pattern, attention_mask)):
-            return own(**given) if any_mask else dense_or_raise(given)
+            return own_or_dense(given)
         if compiling:
-            found = _chunked(given) or own(**given)
-            # A mask of padding does not show a module that is not causal that this one is.
-            if isinstance(found, Tensor) and not any_mask and mask_function is masking_utils.causal_mask_function:
-                return Layout(causal=True, length=kv_length, padding=found)
-            return found
-        if pattern is not None:
-            whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
-            skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
-            if whole and (skips or any_layout or pattern.documents is not None):
-                layout = _layout(pattern, attention_mask)
-                if read and isinstance(layout, Layout) and layout.keys is not None:
-                    layout = layout._replace(cu_seqlens=None, longest=None)
-                if not isinstance(layout, str):
-                    return layout and layout._replace(length=kv_length)
-                if not any_mask and pattern.chunk is None:
-                    return Layout(pattern.causal, window=pattern.window, length=kv_length, padding=own(**given))
-            elif pattern == BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
-                # Cross attention.
-                if attention_mask is None or bool(attention_mask.all()):
-                    return None
-                return Layout(causal=False, length=kv_length, keys=Keys.of(attention_mask))
-        else:
-            given["mask_function"] = by_index(mask_function)
-        chunked = pattern is not None and pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
-        if any_mask or (pattern is not None and not chunked):
-            return own(**given)
-        return dense_or_raise(given)
+            return in_compiled_model(given)
+        if pattern is None:
+            return own_or_dense({**given, "mask_function": by_index(mask_function)})
+        whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
+        skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
+        if whole and (skips or any_layout or pattern.documents is not None):
+            layout = _layout(pattern, attention_mask)
+            if read and isinstance(layout, Layout) and layout.keys is not None:
+                layout = layout._replace(cu_seqlens=None, longest=None)
+            if not isinstance(layout, str):
+                return layout and layout._replace(length=kv_length)
+            if not any_mask and pattern.chunk is None:
+                return Layout(pattern.causal, window=pattern.window, length=kv_length, padding=own(**given))
+        elif pattern == BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
+            # Cross attention.
+            if attention_mask is None or bool(attention_mask.all()):
+                return None
+            return Layout(causal=False, length=kv_length, keys=Keys.of(attention_mask))
+        is_chunked = pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
+        return own_or_dense(given) if is_chunked else own(**given)
 
     return mask
 
@@ -321,9 +327,7 @@ def _with_documents(mask: Tensor, batch: int, kwargs: dict[str, Any]) -> tuple[T
         raise KernelError(
             f"cu_seq_lens_q with a mask of {length} queries and {keys} keys", hint="leave one of them out"
         )
-    token = torch.arange(batch * length, device=mask.device)
-    document = torch.searchsorted(cu_seqlens[1:].to(mask.device, token.dtype), token, right=True).view(batch, length)
-    same = (document[:, :, None] == document[:, None])[:, None]
+    same = same_document(cu_seqlens, batch, length, mask.device)
     kept = {name: value for name, value in kwargs.items() if not name.startswith(("cu_seq_lens_", "max_length_"))}
     if mask.dtype == torch.bool:
         return mask & same, kept
@@ -367,7 +371,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
             kwargs["is_causal"] = False
             keys = attention_mask.keys if is_layout else None
             if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-                # Of a compiled model.
+                # A compiled model gets the padding mask itself, without a `Layout`.
                 keys = Keys.of(attention_mask[:, -key.shape[2] :])
             if keys is not None and (not any_mask or (packs_keys is not None and packs_keys(query, value))):
                 call = AttentionCall(module, query, key, value, None, dropout, scaling, kwargs)

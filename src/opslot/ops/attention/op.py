@@ -66,7 +66,7 @@ def _compressed_cost(arguments: Mapping[str, Any]) -> Cost:
     batch, heads, length, width = q.shape
     selected = arguments.get("selected")
     if selected is not None:
-        # Of counts, half on average.
+        # Indices, or counts of visible keys, which are half of them on average.
         keys = min(keys, selected.shape[2]) if selected.dim() == 3 else keys / 2
     seen = min(length, arguments.get("sliding_window") or length) + keys
     bytes_moved = (4 * q.numel() + 3 * k.numel()) * q.element_size()

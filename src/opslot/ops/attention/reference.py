@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.documents import check_cu_seqlens, longest_document
+from opslot.ops._common.documents import check_cu_seqlens, longest_document, same_document
 from opslot.ops.attention.contract import AttentionCall, takes_call
 
 
@@ -106,9 +106,7 @@ def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, 
             f"attention: packed documents of {length} queries and {keys} keys in a row",
             hint="give every document as many keys as queries, or use flash_attention_2, 3 or 4",
         )
-    token = torch.arange(batch * length, device=query.device)
-    document = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True).view(batch, 1, length)
-    return mask & (document[..., :, None] == document[..., None, :])
+    return mask & same_document(cu_seqlens, batch, length, query.device)
 
 
 def document_bounds(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
@@ -50,7 +49,6 @@ _FUSED_IN_TRAINING = "self.training and $cache is None"
 _CALLS = "opslot.ops.causal_conv1d.calls"
 
 
-@dataclass(frozen=True)
 class Convolutions:
     """Classes that convolve causally over the sequence."""
 

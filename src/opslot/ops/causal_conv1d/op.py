@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.cost import elementwise_cost
-from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_hooks, separate_documents
+from opslot.ops._common.documents import add_document_hooks, check_cu_seqlens, one_row, remove_document_hooks
 from opslot.ops.causal_conv1d.cases import CASES
 from opslot.slots import OpSpec, OpVariant
 
@@ -89,8 +89,8 @@ def _known_activation(module: Any) -> str | None:
 
 OP = OpSpec(
     name="causal_conv1d",
-    attach=lambda model, slots, kernel: separate_documents(model, "causal_conv1d"),
-    detach=remove_hooks,
+    attach=lambda model, slots, kernel: add_document_hooks(model, "causal_conv1d"),
+    detach=remove_document_hooks,
     description="depthwise causal convolution before a recurrence",
     variants={
         "standard": OpVariant(

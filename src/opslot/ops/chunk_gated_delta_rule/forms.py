@@ -88,7 +88,6 @@ class DeltaRules:
         return Match(owner, OP, self.slot.variant, write)
 
 
-@dataclass(frozen=True)
 class OtherRecurrences:
     """Classes that call another recurrence."""
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject
-from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
+from opslot.ops._common.arguments import reject, require_shapes
+from opslot.ops._common.chunk_schedule import ChunkSchedule, step_slices
 from opslot.ops._common.contract import takes
 from opslot.ops._common.documents import check_cu_seqlens, one_row
 from opslot.ops.chunk_gated_delta_rule.cases import CASES, PER_CHANNEL_CASES
@@ -73,16 +73,14 @@ class DeltaRule(NamedTuple):
             check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, *key.shape[:2])
         states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         by_head = tuple(value.shape[:3])
-        wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-            "query": (query, tuple(key.shape)),
-            "value": (value, (*key.shape[:2], *value.shape[2:])),
-            "g": (g, by_head if g.dim() == 3 else (*by_head, key.shape[3])),
-            "beta": (beta, by_head),
-            "initial_state": (initial_state, (states, value.shape[2], key.shape[3], value.shape[3])),
-        }
-        for name, (tensor, shape) in wanted.items():
-            if tensor is not None and tensor.shape != shape:
-                reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
+        require_shapes(
+            kernel,
+            query=(query, tuple(key.shape)),
+            value=(value, (*key.shape[:2], *value.shape[2:])),
+            g=(g, by_head if g.dim() == 3 else (*by_head, key.shape[3])),
+            beta=(beta, by_head),
+            initial_state=(initial_state, (states, value.shape[2], key.shape[3], value.shape[3])),
+        )
 
 
 @takes(DeltaRule)
@@ -104,15 +102,14 @@ def reference(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
     log_decays = g if g.dim() == 4 else g[..., None]
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, length, heads, v_width = value.shape
-    bounds = document_bounds(batch, length, cu_seqlens)
-    plan = ChunkSchedule(bounds, _CHUNK, value.device)
+    plan = ChunkSchedule(batch, length, cu_seqlens, _CHUNK, value.device)
     q, k, v, log_decay, rate = (plan.chunks(x, dtype) for x in (query, key, value, log_decays, beta[..., None]))
     if normalize:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     groups = heads // key.shape[2]
     q_NHTK, k_NHTK = (x.repeat_interleave(groups, 1) for x in (q * key.shape[-1] ** -0.5, k))
 
-    state = v.new_zeros(len(bounds) - 1, heads, key.shape[-1], v_width)
+    state = v.new_zeros(len(plan.order), heads, key.shape[-1], v_width)
     if initial_state is not None:
         state = initial_state.to(dtype)[plan.order]
     # Autocast would round the operands of every matmul, and so the states between chunks.

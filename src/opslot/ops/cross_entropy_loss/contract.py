@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import functional as F
+
+from opslot._base.labels import shifted_labels
 
 
 class LossInputs(NamedTuple):
@@ -38,11 +39,6 @@ class LossInputs(NamedTuple):
 # (inputs, num_items_in_batch, label_smoothing) -> a scalar
 Loss = Callable[[LossInputs, Tensor | int | None, float], Tensor]
 TokenLogProbs = Callable[[LossInputs], tuple[Tensor, Tensor]]
-
-
-def shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Labels of the next position; the last position of a sequence gets `ignore_index`."""
-    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def loss_variants(loss: Loss, module: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -79,7 +75,7 @@ def loss_variants(loss: Loss, module: str) -> tuple[Callable[..., Tensor], Calla
             A scalar, float32 or float64.
         """
         if shift_labels is None:
-            shift_labels = shifted(labels, ignore_index)
+            shift_labels = shifted_labels(labels, ignore_index)
         head = kwargs.get("head")
         inputs = LossInputs(hidden_states, weight, bias, shift_labels, ignore_index, softcap, logit_scale, head)
         return loss(inputs, num_items_in_batch, label_smoothing)
@@ -129,7 +125,7 @@ def token_log_probs_variant(run: TokenLogProbs, module: str) -> Callable[..., tu
             is ignored.
         """
         if shift_labels is None:
-            shift_labels = shifted(labels, ignore_index)
+            shift_labels = shifted_labels(labels, ignore_index)
         head = kwargs.get("head")
         return run(LossInputs(hidden_states, weight, bias, shift_labels, ignore_index, softcap, logit_scale, head))
 

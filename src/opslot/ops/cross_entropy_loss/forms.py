@@ -20,7 +20,6 @@ _LOG_PROBS = ("opslot.ops.cross_entropy_loss.log_probs", "returns_log_probs")
 _LAYERS, _LOSSES = "transformers.modeling_layers", "transformers.loss.loss_utils"
 
 
-@dataclass(frozen=True)
 class LanguageModelHeads:
     """Heads of language models: the statements from the logits to the loss."""
 

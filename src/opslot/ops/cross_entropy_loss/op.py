@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opslot.ops._common.arguments import upcast
 from opslot.ops.cross_entropy_loss.cases import CAUSAL_CASES, CLASSIFICATION_CASES, TOKEN_CASES, benchmark_case
 from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants, token_log_probs_variant
 from opslot.ops.cross_entropy_loss.heads import can_serve
@@ -18,7 +19,7 @@ from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 def log_probs_of(logits: Tensor, shift_labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """(log_probs, entropy) of logits [..., V] for labels [...] in place."""
-    everything = _upcast(logits).view(*shift_labels.shape, logits.shape[-1]).log_softmax(-1)
+    everything = upcast(logits).view(*shift_labels.shape, logits.shape[-1]).log_softmax(-1)
     ignored = shift_labels == ignore_index
     log_probs = everything.gather(-1, shift_labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
     entropy = -(everything.exp() * everything).sum(-1)
@@ -38,13 +39,9 @@ def scaled_and_capped(logits: Tensor, softcap: float | None, logit_scale: float)
     return logits
 
 
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
     logits = _logits(inputs)
-    logits = _upcast(logits).reshape(-1, logits.shape[-1])
+    logits = upcast(logits).reshape(-1, logits.shape[-1])
     labels = inputs.labels.reshape(-1).to(logits.device)
     reduction = "mean" if num_items is None else "sum"
     loss = F.cross_entropy(

@@ -35,7 +35,7 @@ def _case(
             kv = randn((batch, heads, tokens, nope + v), dtype, device, generator)
         else:
             kv = randn((batch, heads, nope + v, tokens), dtype, device, generator).transpose(2, 3)
-        # Behind the compressed keys and values.
+        # One projection returns the compressed keys and values, and the rotated part behind them.
         compressed = randn((batch, 1, tokens, 16 + rope), k_rot_dtype or dtype, device, generator)
         return {"kv": kv, "k_rot": compressed[..., 16:], "qk_nope_head_dim": nope}
 

@@ -20,7 +20,6 @@ _BOUND = f"self.{_SLOT.attribute}"
 _METHOD = "313b46fcd781"
 
 
-@dataclass(frozen=True)
 class ExpandKvMethods:
     """Methods of that fingerprint."""
 
@@ -67,7 +66,6 @@ class _Statements:
     nope: str
 
 
-@dataclass(frozen=True)
 class ExpandedKeys:
     """Such statements in a forward, with nothing else that uses their names in between."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
@@ -59,7 +58,6 @@ class Collapses(MethodForms):
         return next((row for row in self.rows if (row.hash, row.helper) == key), None)
 
 
-@dataclass(frozen=True)
 class NextStreams:
     """Expressions of a layer that make the next streams from its output, those of one variant."""
 

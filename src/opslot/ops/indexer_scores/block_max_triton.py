@@ -12,13 +12,12 @@ from torch import Tensor
 
 from opslot._base.jit import dot
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.arguments import adjacent, reject, require_floats
+from opslot.ops._common.arguments import adjacent, in_autocast_dtype, in_one_dtype, reject, require_floats
 from opslot.ops._common.custom_op import launch_op
 from opslot.ops.indexer_scores.triton import (
     KERNEL,
-    Tile,
+    ScoresTile,
     bounds_strides,
-    in_one_dtype,
     layout,
     load_tile,
     require_heads,
@@ -26,7 +25,7 @@ from opslot.ops.indexer_scores.triton import (
 )
 
 # These fit into 99 KiB of shared memory, that of the smallest supported GPUs.
-_HALF, _WIDE = Tile(128, 64, 4, 2), Tile(32, 64, 4, 1)
+_HALF, _WIDE = ScoresTile(128, 64, 4, 2), ScoresTile(32, 64, 4, 1)
 
 
 def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Tensor:
@@ -44,7 +43,7 @@ def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Te
         if bounds.dtype != torch.int32:
             reject(KERNEL, name, f"it is {bounds.dtype}", f"pass int32 [2, B or 1, {size}]")
     with torch.no_grad():
-        return _scores(*in_one_dtype(query, key), blocks, visible)
+        return _scores(*in_one_dtype(*in_autocast_dtype(query, key)), blocks, visible)
 
 
 @triton.jit(do_not_specialize=["queries", "heads", "count"])

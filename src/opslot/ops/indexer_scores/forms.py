@@ -92,7 +92,7 @@ if selects_bits(visible):
     pool_keys, top = (shares * pooled).sum(dim=2), self.index_topk // self.index_kpool
     with_tail = self.index_kpool_always_select_tail
     return select_pools({{kernel}}, q, pool_keys, weights, self.softmax_scale, pools, top, with_tail)"""
-# Of MiniMax-M3.
+# The statements of MiniMax-M3.
 _BLOCK_SCORES = """\
 scores = torch.matmul(idx_q.float(), idx_k.float().transpose(-1, -2))
 k_positions = torch.arange(k_len, device=idx_q.device)
@@ -210,7 +210,6 @@ def _statements(module: ModuleView, name: str) -> tuple[str, str] | None:
     return next((key for key, text in _STATEMENTS.items() if module.count(f"{name}.forward", text) == 1), None)
 
 
-@dataclass(frozen=True)
 class IndexerScores:
     """Indexers that sum the weighted scores of their heads."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opslot._base.jit import dot
 from opslot._base.kernel_launch import KernelLauncher, cdiv, compute_capability
-from opslot.ops._common.arguments import adjacent, in_autocast_dtype, reject, require_floats
+from opslot.ops._common.arguments import adjacent, in_autocast_dtype, in_one_dtype, reject, require_floats
 from opslot.ops._common.custom_op import launch_op
 from opslot.ops._common.specs import H200
 
@@ -40,7 +40,7 @@ def standard(query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, vi
     if scale <= 0:
         reject(KERNEL, "scale", f"it is {scale}", "pass a positive factor")
     with torch.no_grad():
-        return _scores(*in_one_dtype(query, key), weights, visible, scale)
+        return _scores(*in_one_dtype(*in_autocast_dtype(query, key)), weights, visible, scale)
 
 
 def require_heads(query: Tensor, key: Tensor) -> None:
@@ -53,15 +53,8 @@ def require_heads(query: Tensor, key: Tensor) -> None:
         reject(KERNEL, "key", found, "pass one head of keys [B, T, D]")
 
 
-def in_one_dtype(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in autocast's dtype, or in the one that their dtypes promote to."""
-    query, key = in_autocast_dtype(query, key)
-    dtype = torch.promote_types(query.dtype, key.dtype)
-    return query.to(dtype), key.to(dtype)
-
-
 @dataclass(frozen=True)
-class Tile:
+class ScoresTile:
     queries: int
     keys: int
     warps: int
@@ -69,12 +62,12 @@ class Tile:
 
 
 # These fit into 99 KiB of shared memory, that of the smallest supported GPUs.
-_HALF, _WIDE = Tile(64, 128, 4, 2), Tile(32, 64, 4, 1)
+_HALF, _WIDE = ScoresTile(64, 128, 4, 2), ScoresTile(32, 64, 4, 1)
 # Queries of a head are read again for each tile of keys, so that few keys are bound by the L2 cache.
-_H200_HALF = Tile(64, 256, 8, 3)
+_H200_HALF = ScoresTile(64, 256, 8, 3)
 
 
-def tile(element_bytes: int, columns: int, capability: tuple[int, int] | None) -> Tile:
+def tile(element_bytes: int, columns: int, capability: tuple[int, int] | None) -> ScoresTile:
     if element_bytes > 2 or columns > 128:
         return _WIDE
     return _H200_HALF if capability == H200 else _HALF

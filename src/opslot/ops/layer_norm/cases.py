@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from opslot.slots import InputCase
-from opslot.slots.random_inputs import randn
+from opslot.slots.random_inputs import randn, randn_view
 
 
 def _case(
@@ -23,13 +23,8 @@ def _case(
     mean: float = 0.0,
 ) -> InputCase:
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        *lead, width = shape
-        if view == "columns":
-            x = randn((*lead, 2 * width), dtype, device, generator, scale)[..., :width]
-        elif view == "transposed":
-            x = randn((lead[1], lead[0], width), dtype, device, generator, scale).transpose(0, 1)
-        else:
-            x = randn(shape, dtype, device, generator, scale)
+        width = shape[-1]
+        x = randn_view(shape, view, dtype, device, generator, scale)
         return {
             "hidden_states": x + mean if mean else x,
             "weight": randn((width,), dtype, device, generator) * 0.2 + 1.0 if weight else None,

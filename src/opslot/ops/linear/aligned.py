@@ -35,7 +35,7 @@ def standard(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return mark_padded(_linear(*checked(_KERNEL, input, weight, bias)))
 
 
-# In elements of 16 bits.
+# 16 bytes, in elements of 16 bits.
 _ALIGNED = 8
 # The time of smaller layers is that of launches.
 _SMALL = 256

@@ -1,6 +1,6 @@
 """Linear layers and other multiplications by a module's own weight, such as a router's: contract and binding.
 
-Variants: `standard` is linear layers, `unaligned` those with sizes that are no multiple of 16 bytes in 16-bit dtypes,
+Variants: `standard` is linear layers, `unaligned` those with sizes that are not multiples of 16 bytes in 16-bit dtypes,
 `head` those whose precision decides: output heads, and modules such as routers that multiply by a separate weight.
 
 `auto` selects kernels for `unaligned` alone and leaves other modules as they are. Where a kernel is selected, a linear
@@ -158,7 +158,7 @@ def _variant(name: str, cases: list[InputCase], where: str, config_field: str | 
 
 _VARIANTS = (
     _variant("standard", CASES, "in linear layers"),
-    _variant("unaligned", UNALIGNED_CASES, "with sizes that are no multiple of 16 bytes"),
+    _variant("unaligned", UNALIGNED_CASES, "with sizes that are not multiples of 16 bytes"),
     _variant("head", CASES[:3], "in output heads and routers", "linear_head_implementation"),
 )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
@@ -151,7 +150,6 @@ _LIGHTNING_BLOCKS = "range(num_blocks)"
 _LIGHTNING_OUTPUT = "attn_output = torch.cat(attn_output, dim=-2)"
 
 
-@dataclass(frozen=True)
 class Scans:
     """Classes that call a scan of all tokens; its recurrent form, for single tokens, stays Transformers'."""
 
@@ -362,7 +360,6 @@ def _is_gated(call: ast.Call) -> bool:
     return any(keyword.arg == "z" and ast.unparse(keyword.value) != "None" for keyword in call.keywords)
 
 
-@dataclass(frozen=True)
 class LightningAttention:
     """Classes with lightning attention (MiniMax); single tokens that continue from a state stay Transformers'."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.contract import takes
+from opslot.ops._common.documents import document_of_tokens
 from opslot.ops.mamba_chunk_scan.op import OPTIONS, Scan
 
 _LABEL = "mamba_chunk_scan_implementation='mamba_ssm'"
@@ -24,8 +25,7 @@ def mamba_chunk_scan(scan: Scan) -> Tensor | tuple[Tensor, Tensor]:
     if cu_seqlens is not None:
         if scan.initial_states is not None or scan.return_final_states:
             reject(_LABEL, "cu_seqlens", "states of packed documents", "use triton")
-        tokens = torch.arange(x.shape[1], device=x.device)
-        seq_idx = torch.searchsorted(cu_seqlens[1:].to(torch.int64), tokens, right=True).to(torch.int32)[None]
+        seq_idx = document_of_tokens(cu_seqlens, 1, x.shape[1], x.device).to(torch.int32)
     found = mamba_chunk_scan_combined(
         x,
         dt,

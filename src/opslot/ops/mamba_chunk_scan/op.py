@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opslot.ops._common.arguments import reject
-from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
+from opslot.ops._common.arguments import reject, require_shapes
+from opslot.ops._common.chunk_schedule import ChunkSchedule, step_slices
 from opslot.ops._common.contract import takes
-from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_hooks, separate_documents
+from opslot.ops._common.documents import add_document_hooks, check_cu_seqlens, one_row, remove_document_hooks
 from opslot.ops.mamba_chunk_scan.cases import CASES, PER_CHANNEL_CASES
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant, walk_slots
 
@@ -65,18 +65,16 @@ class Scan(NamedTuple):
             check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, batch, length)
         states = batch if cu_seqlens is None else cu_seqlens.numel() - 1
         by_head, by_group = (heads,), (batch, length, *B.shape[2:])
-        wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-            "dt": (dt, (batch, length, heads)),
-            "A": (A, by_head if A.dim() == 1 or width > 1 else (heads, B.shape[3])),
-            "B": (B, by_group),
-            "C": (C, by_group),
-            "D": (D, by_head),
-            "dt_bias": (dt_bias, by_head),
-            "initial_states": (initial_states, (states, heads, width, B.shape[3])),
-        }
-        for name, (tensor, shape) in wanted.items():
-            if tensor is not None and tensor.shape != shape:
-                reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
+        require_shapes(
+            kernel,
+            dt=(dt, (batch, length, heads)),
+            A=(A, by_head if A.dim() == 1 or width > 1 else (heads, B.shape[3])),
+            B=(B, by_group),
+            C=(C, by_group),
+            D=(D, by_head),
+            dt_bias=(dt_bias, by_head),
+            initial_states=(initial_states, (states, heads, width, B.shape[3])),
+        )
 
 
 @takes(Scan)
@@ -103,7 +101,7 @@ def reference(given: Scan) -> Tensor | tuple[Tensor, Tensor]:
     if softplus:
         step = nn.functional.softplus(step)
     step = step.clamp(*limit)
-    plan = ChunkSchedule(document_bounds(batch, length, cu_seqlens), _CHUNK, x.device)
+    plan = ChunkSchedule(batch, length, cu_seqlens, _CHUNK, x.device)
     # [B, S, heads, 1], or N instead of 1 in the variant per_channel.
     log_decays = step[..., None] * (A if A.dim() == 2 else A[:, None]).to(dtype)
     tokens = (x, step[..., None], log_decays, B, C)
@@ -200,7 +198,7 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 def _attach(model: nn.Module, slot: Any, kernel: Any) -> list[Any]:
     """Models with a causal convolution get cu_seqlens by its hooks."""
     convolves = any(found.op_name == "causal_conv1d" for found in walk_slots(model))
-    return [] if convolves else separate_documents(model, "mamba_chunk_scan")
+    return [] if convolves else add_document_hooks(model, "mamba_chunk_scan")
 
 
 def _variant(name: str, cases: Sequence[InputCase]) -> OpVariant:
@@ -220,7 +218,7 @@ def _variant(name: str, cases: Sequence[InputCase]) -> OpVariant:
 OP = OpSpec(
     name="mamba_chunk_scan",
     attach=_attach,
-    detach=remove_hooks,
+    detach=remove_document_hooks,
     description="scan of Mamba-2 (SSD) and Mamba-1",
     variants={"standard": _variant("standard", CASES), "per_channel": _variant("per_channel", PER_CHANNEL_CASES)},
 )

@@ -6,33 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from opslot.slots import InputCase
-from opslot.slots.random_inputs import randn
-
-
-def _rows(
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    shape: tuple[int, ...],
-    view: str,
-    scale: float,
-) -> Tensor:
-    *lead, width = shape
-    if view == "columns":
-        return randn((*lead, width + 8), dtype, device, generator, scale)[..., 8:]
-    if view == "transposed":
-        return randn((lead[1], lead[0], width), dtype, device, generator, scale).transpose(0, 1)
-    return randn(shape, dtype, device, generator, scale)
+from opslot.slots.random_inputs import randn, randn_view
 
 
 def _relu2_case(
     name: str, shape: tuple[int, ...], *, role: str = "check", view: str = "", scale: float = 1.0
 ) -> InputCase:
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        return {"x": _rows(dtype, device, generator, shape, view, scale)}
+        return {"x": randn_view(shape, view, dtype, device, generator, scale)}
 
     return InputCase(name, make, role, {"width": shape[-1]})
 
@@ -50,7 +33,7 @@ def _xielu_case(
     """`alpha`: added to both alphas, before softplus. `alpha_dtype`: of both, and of the buffers."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        x = _rows(dtype, device, generator, shape, view, scale)
+        x = randn_view(shape, view, dtype, device, generator, scale)
         own = alpha_dtype or dtype
         alpha_p, alpha_n = (alpha + randn((1,), own, device, generator) for _ in range(2))
         beta, eps = (torch.tensor(value, dtype=own, device=device) for value in (0.5, -1e-6))

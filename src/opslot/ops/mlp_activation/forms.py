@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES, Match, ModuleView, Skip
@@ -18,7 +17,6 @@ _ARGUMENTS = {
 _FROM_CONFIG = re.compile(r"ACT2FN\[(config\.\w+(\.\w+)*|hidden_act)\]")
 
 
-@dataclass(frozen=True)
 class UngatedMLPs:
     """The only call of the activation in an MLP that multiplies nothing; its class decides which kernel it can have."""
 

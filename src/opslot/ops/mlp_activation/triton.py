@@ -35,7 +35,7 @@ def _relu2_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, blocks, BLOCK: 
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    # The comparison keeps NaN.
+    # Unlike tl.maximum, the comparison keeps NaN.
     positive = tl.where(x < 0.0, 0.0, x)
     out = positive * positive
     tl.store(out_ptr + row * out_stride + column, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -254,10 +254,6 @@ def _launch_xielu_backward(
         )
 
 
-def _allocate_relu2_gradient(dout: Tensor, x: Tensor) -> Tensor:
-    return empty_rows_like(x)
-
-
 def _allocate_xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor, keep_dtype: bool) -> Tensor:
     alphas = torch.promote_types(alpha_p.dtype, alpha_n.dtype)
     return empty_rows_like(x, x.dtype if keep_dtype else torch.promote_types(x.dtype, alphas))
@@ -275,7 +271,7 @@ _relu2 = differentiable_op(
     "mlp_relu2(Tensor x) -> Tensor",
     allocate=empty_rows_like,
     launch=_launch_relu2,
-    allocate_gradients=_allocate_relu2_gradient,
+    allocate_gradients=lambda dout, x: empty_rows_like(x),
     launch_backward=_launch_relu2_backward,
     recomputable=True,
 )

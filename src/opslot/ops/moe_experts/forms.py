@@ -6,7 +6,6 @@ The slot sits outside the decorator `use_experts_implementation`, which dispatch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from textwrap import indent
 
 from opslot.patchgen import PatchConfig, Slot
@@ -160,8 +159,7 @@ _CALLED = (
 _CALLERS = {"9e8b75a13d3e": _LLAMA4, "beccf0e1eeb0": _DBRX, "dbc772826d4c": _DBRX}
 
 
-@dataclass(frozen=True)
-class Experts:
+class ExpertClasses:
     """Classes whose `forward` is the op, and pairs of a class of `_CALLED` and its caller.
 
     Of a pair, the slot is on the class that owns the weights, outside its `forward`. While a kernel is bound, the
@@ -195,4 +193,4 @@ def _called(owner: str, row: Reviewed, caller: str, attribute: str, pattern: str
     return Match(owner, slot.op, row.variant, write)
 
 
-FORMS = (Experts(),)
+FORMS = (ExpertClasses(),)

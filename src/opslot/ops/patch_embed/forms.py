@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
@@ -19,7 +18,6 @@ _ARGUMENTS = ("in_channels", "out_channels", "kernel_size", "stride", "padding",
 _ALLOWED = {"in_channels", "out_channels", "kernel_size", "stride", "padding", "bias"}
 
 
-@dataclass(frozen=True)
 class PatchConvolutions:
     """Calls of an attribute that the constructor sets to nn.Conv1d, 2d or 3d, with the same kernel size and stride."""
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from opslot.slots import InputCase
-from opslot.slots.random_inputs import randn
+from opslot.slots.random_inputs import randn, randn_view
 
 
 def _case(
@@ -33,21 +32,14 @@ def _case(
     """
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        *lead, width = shape
-
-        def activation(factor: float) -> Tensor:
-            if view == "columns":
-                return randn((*lead, 2 * width), dtype, device, generator, factor)[..., :width]
-            if view == "transposed":
-                return randn((lead[1], lead[0], *lead[2:], width), dtype, device, generator, factor).transpose(0, 1)
-            return randn(shape, dtype, device, generator, factor)
-
-        arguments: dict[str, Any] = {"hidden_states": activation(scale), "eps": 1e-6}
+        hidden_states = randn_view(shape, view, dtype, device, generator, scale)
+        arguments: dict[str, Any] = {"hidden_states": hidden_states, "eps": 1e-6}
         if "weight" in roles:
-            arguments["weight"] = randn((width,), weight_dtype or dtype, device, generator) * 0.2 + 1.0
-        for name in ("gate", "residual"):
-            if name in roles:
-                arguments[name] = activation(scale if name == "residual" else 1.0)
+            arguments["weight"] = randn(shape[-1:], weight_dtype or dtype, device, generator) * 0.2 + 1.0
+        if "gate" in roles:
+            arguments["gate"] = randn_view(shape, view, dtype, device, generator)
+        if "residual" in roles:
+            arguments["residual"] = randn_view(shape, view, dtype, device, generator, scale)
         return arguments
 
     return InputCase(name, make, role, {"width": shape[-1], "heads": heads})

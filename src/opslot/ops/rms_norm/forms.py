@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
@@ -165,14 +164,11 @@ _SUMS = ("$h = $residual + $x", "$h = $x + $residual")
 _NORM = "$residual = $h\n$h = self.{norm}($h)"
 
 
-@dataclass(frozen=True)
 class ResidualNorms:
     """The residual addition of a layer together with the norm that follows it.
 
     The last addition of a layer is followed by the next layer's norm, which this layer's forward cannot reach.
     """
-
-    norms: MethodForms
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
@@ -181,7 +177,7 @@ class ResidualNorms:
                 continue
             (norm,) = found
             made = re.search(rf"self\.{norm} = (\w+)\(", module.text(f"{name}.__init__"))
-            row = self.norms.row(module, made.group(1)) if made and made.group(1) in module.classes else None
+            row = NORMS.row(module, made.group(1)) if made and made.group(1) in module.classes else None
             if row is not None and row.variant in _WITH_RESIDUAL and row.returns == "{call}":
                 yield self._match(name, forward, row, norm)
 
@@ -225,4 +221,4 @@ def _residual_norms(forward: ast.AST) -> Iterator[str]:
                     yield norm
 
 
-FORMS = (NORMS, ResidualNorms(NORMS))
+FORMS = (NORMS, ResidualNorms())

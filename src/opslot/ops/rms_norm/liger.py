@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from torch import Tensor
+
+from opslot.ops._common.arguments import in_one_dtype
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`op.standard`; mixed dtypes are promoted first, since Liger returns that of `hidden_states`."""
-    if weight.dtype != hidden_states.dtype:
-        dtype = torch.promote_types(weight.dtype, hidden_states.dtype)
-        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-    return LigerRMSNormFunction.apply(hidden_states, weight, eps, 0.0, "llama", False)
+    return LigerRMSNormFunction.apply(*in_one_dtype(hidden_states, weight), eps, 0.0, "llama", False)
 
 
 def weight_offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opslot.ops._common.arguments import upcast
 from opslot.ops._common.fused_norms import can_serve
 from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops.rms_norm.cases import (
@@ -27,7 +28,7 @@ from opslot.slots.protocol import declared_slots
 
 
 def _normalize(hidden_states: Tensor, eps: float) -> Tensor:
-    x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    x = upcast(hidden_states)
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
@@ -57,8 +58,7 @@ def cast_after_weight(hidden_states: Tensor, weight: Tensor, eps: float) -> Tens
 def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     """The gated delta rule's output norm: standard, then times silu(gate) in fp32. Returns the input's dtype."""
     normalized = standard(hidden_states, weight, eps)
-    dtype = torch.promote_types(gate.dtype, torch.float32)
-    return (normalized * nn.functional.silu(gate.to(dtype))).to(hidden_states.dtype)
+    return (normalized * nn.functional.silu(upcast(gate))).to(hidden_states.dtype)
 
 
 # Activations of the gate of `gated_groups`.

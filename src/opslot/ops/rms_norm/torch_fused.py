@@ -6,25 +6,15 @@ multiplication; autograd would save and read four intermediates of the eager cod
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject
+from opslot.ops._common.arguments import in_one_dtype, reject, upcast
 from opslot.ops._common.custom_op import once_differentiable
 
 _LABEL = "rms_norm_implementation='torch_fused'"
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
-    return [x.to(dtype) for x in tensors]
 
 
 def _multiply(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
@@ -37,7 +27,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float, weight_offset: bool, cast_after_weight: bool
     ) -> Tensor:
-        x = _upcast(hidden_states)
+        x = upcast(hidden_states)
         # Not vector_norm, which needs a pass less: its error grows with the row size, to 50 times that of eager code at
         # 16384 equal values.
         squares = x.square()
@@ -46,7 +36,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.weight_offset = weight_offset
         normalized = _multiply(x, rstd, out=squares)
         if cast_after_weight:
-            scale = 1.0 + _upcast(weight) if weight_offset else weight
+            scale = 1.0 + upcast(weight) if weight_offset else weight
             return normalized.mul_(scale).to(hidden_states.dtype)
         normalized = normalized.to(hidden_states.dtype)
         out_dtype = torch.promote_types(normalized.dtype, weight.dtype)
@@ -58,7 +48,7 @@ class _RMSNorm(torch.autograd.Function):
         hidden_states, weight, rstd = ctx.saved_tensors
         width = hidden_states.shape[-1]
         # torch's matmul takes one dtype: float64 if any of them has it.
-        x, dy, scale = _in_one_dtype(_upcast(hidden_states), _upcast(dout), _upcast(weight))
+        x, dy, scale = in_one_dtype(upcast(hidden_states), upcast(dout), upcast(weight))
         if ctx.weight_offset:
             scale = scale + 1.0
         product = dy * x

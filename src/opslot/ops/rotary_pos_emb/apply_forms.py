@@ -210,14 +210,11 @@ _ONE_ANGLE_PER_PAIR = {
 }
 
 
-@dataclass(frozen=True)
 class RotaryFunctions:
     """Module-level functions named `apply_*rotary*`."""
 
-    rows: tuple[RotaryForm, ...]
-
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, form in rotary_functions(module, self.rows):
+        for name, form in rotary_functions(module):
             reason = mismatch(module, name, form)
             if form is None or reason:
                 yield Skip(name, OP, reason)
@@ -225,11 +222,11 @@ class RotaryFunctions:
                 yield _match(module, name, form)
 
 
-def rotary_functions(module: ModuleView, rows: tuple[RotaryForm, ...]) -> Iterator[tuple[str, RotaryForm | None]]:
+def rotary_functions(module: ModuleView) -> Iterator[tuple[str, RotaryForm | None]]:
     """The rotary functions of a module with their forms, None for others than the reviewed ones."""
     for name in module.upstream.definitions:
         if re.fullmatch(r"apply_\w*rotary\w*", name):
-            yield name, next((row for row in rows if row.matches(module, name)), None)
+            yield name, next((row for row in ROWS if row.matches(module, name)), None)
 
 
 def mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 # Discovery loads these two first, so this does not import their packages, which import torch.
 from opslot.ops.rms_norm.forms import NORMS
 from opslot.ops.rotary_pos_emb.apply_forms import OP, ROWS, RotaryForm, RotaryFunctions, mismatch, rotary_functions
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed
+from opslot.patchgen.forms import Match, ModuleView, Reviewed
 from opslot.patchgen.normed_heads import NormedHeads, normed_heads
 from opslot.patchgen.split_tensors import SplitTensor, split_and_concatenated
 
@@ -27,14 +26,11 @@ _OF_LAST_CHANNELS = {
 }
 
 
-@dataclass(frozen=True)
 class LatentQueries:
     """Queries that are split, rotated in their last channels and concatenated again, as in latent attention.
 
     The slots are next to those of the rotary function, which serve where a kernel has no form for such queries.
     """
-
-    rows: tuple[RotaryForm, ...]
 
     def find(self, module: ModuleView) -> Iterator[Match]:
         for name, method in module.methods():
@@ -52,7 +48,7 @@ class LatentQueries:
                 targets=[ast.Tuple(elts=[ast.Name(id=q_out), ast.Name()])],
                 value=ast.Call(func=ast.Name(id=name), args=[ast.Name(id=q), *_]),
             ) if q == q_out == last:
-                form = next((row for row in self.rows if row.matches(module, name)), None)
+                form = next((row for row in ROWS if row.matches(module, name)), None)
                 if form is not None and form.variant in _OF_LAST_CHANNELS and not mismatch(module, name, form):
                     return form
         return None
@@ -110,7 +106,6 @@ _NORM_OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
 class NormedAndRotated:
     """Heads of queries and keys that have an RMSNorm right before or after the rotation.
 
@@ -118,13 +113,10 @@ class NormedAndRotated:
     or the norms may not be replaced.
     """
 
-    rows: tuple[RotaryForm, ...]
-    norms: MethodForms
-
     def find(self, module: ModuleView) -> Iterator[Match]:
         rotations = [
             (name, form)
-            for name, form in rotary_functions(module, self.rows)
+            for name, form in rotary_functions(module)
             if form and form.variant in _WITH_NORM and not form.inverse and not mismatch(module, name, form)
         ]
         for owner, method in module.methods():
@@ -152,7 +144,7 @@ class NormedAndRotated:
         """The form of the only class that a constructor gives the attribute `norm`, if a variant has it."""
         made = set(re.findall(rf"self\.{norm} = (.+?)\(", module.text(f"{owner}.__init__")))
         name = made.pop() if len(made) == 1 else ""
-        row = self.norms.row(module, name) if name in module.classes else None
+        row = NORMS.row(module, name) if name in module.classes else None
         return row if row is not None and row.variant in _NORM_OPTIONS and row.returns == "{call}" else None
 
 
@@ -191,4 +183,4 @@ def _write_normed(method: str, slot: Slot, heads: NormedHeads, row: Reviewed, pa
     )
 
 
-FORMS = (NormedAndRotated(ROWS, NORMS), LatentQueries(ROWS), RotaryFunctions(ROWS))
+FORMS = (NormedAndRotated(), LatentQueries(), RotaryFunctions())

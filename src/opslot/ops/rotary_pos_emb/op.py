@@ -52,6 +52,14 @@ def _compute_dtype(x: Tensor, cos: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
 
 
+def _in_fp32(
+    rotate: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> tuple[Tensor, Tensor]:
+    dtype = _compute_dtype(q, cos)
+    q_out, k_out = rotate(q.to(dtype), k.to(dtype), cos.to(dtype), sin.to(dtype), unsqueeze_dim)
+    return q_out.to(q.dtype), k_out.to(k.dtype)
+
+
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Rotates all channels, NeoX layout. Used by Llama, Qwen3 and most others."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -60,9 +68,7 @@ def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
 
 def full_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`full` in fp32, cast to the dtypes of q and k at the end. Used by OLMo and ModernBERT."""
-    dtype = _compute_dtype(q, cos)
-    cos, sin = cos.unsqueeze(unsqueeze_dim).to(dtype), sin.unsqueeze(unsqueeze_dim).to(dtype)
-    return _rotate(q.to(dtype), cos, sin).to(q.dtype), _rotate(k.to(dtype), cos, sin).to(k.dtype)
+    return _in_fp32(full, q, k, cos, sin, unsqueeze_dim)
 
 
 def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
@@ -127,11 +133,7 @@ def gptj(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
 
 def gptj_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`gptj` in fp32, cast to the dtypes of q and k at the end. Used by Cohere, ERNIE 4.5 and Llama 4."""
-    dtype = _compute_dtype(q, cos)
-    cos, sin = cos.unsqueeze(unsqueeze_dim).to(dtype), sin.unsqueeze(unsqueeze_dim).to(dtype)
-    return _rotate_interleaved(q.to(dtype), cos, sin).to(q.dtype), _rotate_interleaved(k.to(dtype), cos, sin).to(
-        k.dtype
-    )
+    return _in_fp32(gptj, q, k, cos, sin, unsqueeze_dim)
 
 
 def _of_last_channels(rotate: Callable[..., Any], name: str) -> Callable[..., tuple[Tensor, Tensor]]:

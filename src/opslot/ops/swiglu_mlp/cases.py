@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opslot.ops._common.activations import ACTIVATIONS
 from opslot.slots import InputCase
-from opslot.slots.random_inputs import randn
+from opslot.slots.random_inputs import randn_view
 
 
 def _case(
@@ -21,23 +21,20 @@ def _case(
     form: Mapping[str, Any] | None = None,
     role: str = "check",
     view: str = "",
+    halves: bool = False,
     scale: float = 1.0,
 ) -> InputCase:
-    """`form`: the arguments other than tensors."""
+    """`form`: the arguments other than tensors. `halves`: gate and up are columns of one tensor."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         *lead, width = shape
 
         def tensor(columns: int) -> Tensor:
-            if view == "columns":
-                return randn((*lead, columns + 8), dtype, device, generator, scale)[..., 8:]
-            if view == "transposed":
-                return randn((lead[1], lead[0], *lead[2:], columns), dtype, device, generator, scale).transpose(0, 1)
-            return randn((*lead, columns), dtype, device, generator, scale)
+            return randn_view((*lead, columns), view, dtype, device, generator, scale)
 
         if fused:
             return {"gate_up": tensor(2 * width), **(form or {})}
-        if view == "halves":
+        if halves:
             gate, up = tensor(2 * width).chunk(2, dim=-1)
             return {"gate": gate, "up": up, **(form or {})}
         return {"gate": tensor(width), "up": tensor(width), **(form or {})}
@@ -67,7 +64,7 @@ def _cases(fused: bool = False, form: Mapping[str, Any] | None = None) -> list[I
         case("16384x768", (16384, 768), role="bench"),
     ]
     if not fused:
-        cases.insert(5, case("halves of one projection", (4, 5, 64), view="halves"))
+        cases.insert(5, case("halves of one projection", (4, 5, 64), halves=True))
     return cases
 
 

@@ -98,11 +98,8 @@ _STATEMENTS = (
 )
 
 
-@dataclass(frozen=True)
 class GatedMLPs:
     """The product of act(gate) and up, which have one shape: two projections of one width, or halves of a tensor."""
-
-    statements: tuple[GatedStatements, ...]
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
@@ -118,7 +115,7 @@ class GatedMLPs:
                 yield Skip(name, "swiglu_mlp", reason)
 
     def _match(self, module: ModuleView, name: str, forward: str, activation: str) -> Match | None:
-        for row in (row.with_activation(activation) for row in self.statements):
+        for row in (row.with_activation(activation) for row in _STATEMENTS):
             if row.may_match(module.text(forward)) and module.count(forward, row.code) == 1:
                 return _match_statements(name, forward, row)
         for gated in (f"self.{activation}($gate) * $up", f"$up * self.{activation}($gate)"):
@@ -245,4 +242,4 @@ def _is_number_of_config(made: ast.expr) -> bool:
     return not isinstance(made, ast.Call) and "config" in names_in(made)
 
 
-FORMS = (GatedMLPs(_STATEMENTS),)
+FORMS = (GatedMLPs(),)

@@ -10,7 +10,7 @@ from liger_kernel.ops.swiglu import swiglu_backward, swiglu_forward
 from torch import Tensor
 
 from opslot.ops._common.activations import Activation, activation_name
-from opslot.ops._common.arguments import reject
+from opslot.ops._common.arguments import in_one_dtype, reject
 from opslot.ops._common.custom_op import once_differentiable
 
 # Liger's GeGLU computes the tanh approximation.
@@ -43,7 +43,4 @@ def standard(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tenso
     if gate.shape != up.shape:
         found = f"its shape is {tuple(up.shape)} beside gate's {tuple(gate.shape)}"
         reject(label, "up", found, "use eager, which broadcasts")
-    if gate.dtype != up.dtype:
-        dtype = torch.promote_types(gate.dtype, up.dtype)
-        gate, up = gate.to(dtype), up.to(dtype)
-    return _Gated.apply(gate, up, name)
+    return _Gated.apply(*in_one_dtype(gate, up), name)

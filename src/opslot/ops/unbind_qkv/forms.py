@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
@@ -16,7 +15,6 @@ _SLOT = Slot("unbind_qkv", "standard")
 _PATTERNS = ("$qkv.permute(1, 0, 2, 3).unbind(0)", "$qkv.unbind(dim=-3)")
 
 
-@dataclass(frozen=True)
 class UnboundProjections:
     """Assignments of three slices along the third dimension from the end to names of queries, keys and values."""
 
@@ -55,7 +53,6 @@ def _write(method: str, found: dict[str, int], patch: PatchConfig) -> None:
 _SLICED = Slot("unbind_qkv", "sliced")
 
 
-@dataclass(frozen=True)
 class SlicedProjections:
     """Three assignments of adjacent slices of the last dimension, which are then viewed as heads."""
 

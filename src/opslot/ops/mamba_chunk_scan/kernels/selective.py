@@ -39,28 +39,13 @@ STRIDES = [
 ]
 
 
-@dataclass(frozen=True)
-class SelectiveTiling:
-    """Block sizes.
-
-    Attributes:
-        forward_chunk, backward_chunk: tokens of a chunk. A thread has all tokens of a channel in registers, of several
-            tiles in backward.
-        channels: of a tile, 32 per warp.
-        walked: elements of a state per program of the walk along chunks.
-        walk_stages: pipeline stages of this walk.
-    """
-
-    forward_chunk: int
-    backward_chunk: int
-    channels: int
-    walked: int
-    walk_stages: int
-
-
-def plan_for() -> SelectiveTiling:
-    """Tiles that fit into registers; not measured."""
-    return SelectiveTiling(forward_chunk=32, backward_chunk=16, channels=32, walked=256, walk_stages=4)
+# Sizes whose tiles fit into registers; not measured. Tokens of a chunk: a thread has all tokens of a channel in
+# registers, of several tiles in backward.
+FORWARD_CHUNK, BACKWARD_CHUNK = 32, 16
+# Channels of a tile: one warp has one each.
+CHANNELS = 32
+# Elements of a state per program of the walk along chunks, and its pipeline stages.
+_WALKED, _WALK_STAGES = 256, 4
 
 
 @dataclass(frozen=True)
@@ -70,7 +55,6 @@ class SelectiveCall(ScanInputs):
     """
 
     chunk: int
-    plan: SelectiveTiling
 
     @property
     def channels(self) -> int:
@@ -88,11 +72,7 @@ class SelectiveCall(ScanInputs):
     @property
     def blocks(self) -> int:
         """Tiles of the channels of a group."""
-        return cdiv(self.group, self.plan.channels)
-
-    @property
-    def warps(self) -> int:
-        return self.plan.channels // 32
+        return cdiv(self.group, CHANNELS)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -106,7 +86,7 @@ class SelectiveCall(ScanInputs):
     def sizes(self) -> tuple[Any, ...]:
         """The first constants of the kernels over all chunks."""
         bias = self.dt_bias is not None
-        return self.channels, self.group, self.state, bias, self.softplus, self.plan.channels, self.chunk
+        return self.channels, self.group, self.state, bias, self.softplus, CHANNELS, self.chunk
 
     def by_chunk(self, *shape: int) -> Tensor:
         """Uninitialized float32 [chunks, *shape, channels]."""
@@ -123,8 +103,7 @@ def prepare(
     inputs: Sequence[Any], cu_seqlens: Tensor | None, softplus: bool, low: float, high: float, backward: bool
 ) -> SelectiveCall:
     """`inputs` are x, dt, A, B, C, D and dt_bias; the last two may be None."""
-    plan = plan_for()
-    chunk = plan.backward_chunk if backward else plan.forward_chunk
+    chunk = BACKWARD_CHUNK if backward else FORWARD_CHUNK
     x, dt, A, B, C, D, dt_bias = inputs
     batch, length = x.shape[:2]
     return SelectiveCall(
@@ -139,7 +118,6 @@ def prepare(
         limit=(low, high),
         chunks=chunk_table(cu_seqlens, batch, length, x.device, chunk),
         chunk=chunk,
-        plan=plan,
     )
 
 
@@ -395,7 +373,6 @@ def walk(call: SelectiveCall, x: Tensor, given: Tensor | None, end: Tensor | Non
         given: the states that arrive at the documents, or the gradients of those that leave them; zeros without.
         end: filled with what leaves each document.
     """
-    plan = call.plan
     states, total = call.by_chunk(call.state), call.by_chunk()
     _launch_added(
         call.grid,
@@ -403,17 +380,17 @@ def walk(call: SelectiveCall, x: Tensor, given: Tensor | None, end: Tensor | Non
         (),
         (x.stride(0), *call.strides[1:], *call.limit),
         (*call.sizes, backward),
-        call.warps,
+        1,
     )
     _launch_walk(
-        (call.chunks.documents, cdiv(call.state * call.channels, plan.walked), 1),
+        (call.chunks.documents, cdiv(call.state * call.channels, _WALKED), 1),
         (
             *(call.A, total, *call.chunks.bounds),
             *(None if given is None else given.contiguous(), states, end),
         ),
         (),
         (),
-        (call.channels, call.state, call.chunk, backward, *are_given(given, end), plan.walked, plan.walk_stages),
+        (call.channels, call.state, call.chunk, backward, *are_given(given, end), _WALKED, _WALK_STAGES),
         4,
     )
     return states
@@ -427,5 +404,5 @@ def write_output(call: SelectiveCall, states: Tensor, out: Tensor) -> None:
         (),
         (call.channels, *call.strides, *call.limit),
         (*call.sizes, call.D is not None),
-        call.warps,
+        1,
     )

@@ -218,7 +218,7 @@ _launch = KernelLauncher(_rotary_kernel)
 
 
 @dataclass(frozen=True)
-class HeadTiling:
+class RotationTiling:
     """Programs per token, tile sizes and warps."""
 
     groups: int
@@ -230,7 +230,7 @@ class HeadTiling:
 
 
 @functools.cache
-def _plan(q_heads: int, k_heads: int, rotary: int, pass_first: int) -> HeadTiling:
+def _plan(q_heads: int, k_heads: int, rotary: int, pass_first: int) -> RotationTiling:
     """`pass_first`: channels of queries that are copied before the others, 0 for copies behind them."""
     half = rotary // 2
     half_tile = triton.next_power_of_2(half)
@@ -245,7 +245,7 @@ def _plan(q_heads: int, k_heads: int, rotary: int, pass_first: int) -> HeadTilin
     if pass_first:
         # The copy moves more bytes than the rotation.
         warps = min(8, max(1, q_tile * triton.next_power_of_2(pass_first) // 1024))
-    return HeadTiling(groups, q_tile, k_tile, half, half_tile, warps)
+    return RotationTiling(groups, q_tile, k_tile, half, half_tile, warps)
 
 
 def strides_in_units(
