@@ -131,7 +131,9 @@ def _check(name: str, call: AttentionCall) -> None:
         found = f"its shape is {tuple(value.shape)} beside key's {tuple(key.shape)}"
         reject(kernel, "value", found, "expand it, or use eager")
     if query.shape[1] % key.shape[1]:
-        reject(kernel, "key", f"{query.shape[1]} query heads are no multiple of its {key.shape[1]}", "repeat its heads")
+        reject(
+            kernel, "key", f"{query.shape[1]} query heads are not a multiple of its {key.shape[1]}", "repeat its heads"
+        )
     if mask is not None and mask.dim() != 2:
         found = f"it has {mask.dim()} dimensions, supported is a [B, S] padding mask"
         reject(kernel, "attention_mask", found, "pass cu_seq_lens_q or sliding_window instead, or use sdpa")

@@ -29,7 +29,7 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     given.check(_LABEL)
-    out, final = _function_of(g)(*given.in_one_row, **given.library_options)
+    out, final = _function_of(g)(*given.in_one_row()[:5], **given.library_options)
     return out.view(value.shape), final
 
 

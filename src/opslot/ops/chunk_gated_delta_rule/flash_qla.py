@@ -27,7 +27,7 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
             found = f"its heads are {tensor.shape[3]} wide, not {FLASH_QLA_WIDTH}"
             reject(_LABEL, name, found, "use triton or torch_chunked")
     given.check(_LABEL)
-    *projections, g, beta = given.in_one_row
+    *projections, g, beta = given.in_one_row()[:5]
     # Its backward asserts decays in float32.
     out, final = flash_qla_chunk(*projections, g.float(), beta, **given.library_options)
     return out.view(value.shape), final

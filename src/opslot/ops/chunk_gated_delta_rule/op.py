@@ -47,11 +47,12 @@ class DeltaRule(NamedTuple):
     use_qk_l2norm_in_kernel: bool = False
     cu_seqlens: Tensor | None = None
 
-    @property
-    def in_one_row(self) -> tuple[Tensor, ...]:
-        """Queries to beta; with packed documents, the tokens of all rows in one."""
-        tokens = self[:5]
-        return tokens if self.cu_seqlens is None else tuple(map(one_row, tokens))
+    def in_one_row(self) -> DeltaRule:
+        """With packed documents, the tokens of all rows in one."""
+        if self.cu_seqlens is None:
+            return self
+        query, key, value, g, beta = map(one_row, self[:5])
+        return self._replace(query=query, key=key, value=value, g=g, beta=beta)
 
     @property
     def library_options(self) -> dict[str, Any]:

@@ -122,5 +122,5 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     given.check(_LABEL)
-    out, final = _gated_delta_rule(*given.in_one_row, initial_state, cu_seqlens, normalize, want_state)
+    out, final = _gated_delta_rule(*given.in_one_row()[:5], initial_state, cu_seqlens, normalize, want_state)
     return out.view(value.shape), final if want_state else None
