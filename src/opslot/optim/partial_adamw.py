@@ -27,6 +27,8 @@ class PartialAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         done = self._step_own()
+        if len(done) == sum(param.grad is not None for group in self.param_groups for param in group["params"]):
+            return loss
         for param, _ in done:
             param.grad = None
         try:

@@ -7,16 +7,17 @@ with 16-byte accesses reaches more. It reads the addresses of the tensors from a
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from opslot._base.errors import KernelError
 from opslot._base.jit import downcast
@@ -99,11 +100,20 @@ _Form = tuple[Any, ...]
 _Row = tuple[int, ...]
 
 
+class _Table(NamedTuple):
+    """The tables of a launch on the device, and what they were made of; `programs` are the CTAs of each tensor."""
+
+    rows: list[_Row]
+    programs: np.ndarray
+    table: Tensor
+    owner: Tensor
+
+
 class _Launches:
     """Launches of the kernel, with the tables of the last ones: from step to step addresses are mostly the same."""
 
     def __init__(self) -> None:
-        self._tables: dict[_Form, tuple[list[_Row], Tensor, Tensor]] = {}
+        self._tables: dict[_Form, _Table] = {}
 
     def run(self, rows: dict[_Form, list[_Row]], group: int, options: Mapping[str, Any]) -> None:
         """Update the tensors of `rows`, with the options of parameter group number `group`."""
@@ -114,15 +124,10 @@ class _Launches:
         for form, found in rows.items():
             known = self._tables.get((group, *form))
             device, unit, *dtypes = form
-            if known is None or known[0] != found:
-                programs = [row[-1] for row in found]
-                # Mostly, only gradients have moved.
-                same = known is not None and programs == [row[-1] for row in known[0]]
-                owner = known[2] if known is not None and same else _owners(programs, device)
-                known = self._tables[(group, *form)] = (found, _table(found, device), owner)
-            _, table, owner = known
+            if known is None or known.rows != found:
+                known = self._tables[(group, *form)] = _new_table(found, device, known)
             constants = (*[_DTYPES[dtype] for dtype in dtypes], unit, _BLOCK, _BLOCKS)
-            _launch((owner.numel(), 1, 1), (table, owner), (), scalars, constants, _WARPS)
+            _launch((known.owner.numel(), 1, 1), (known.table, known.owner), (), scalars, constants, _WARPS)
 
 
 def _form_and_row(
@@ -151,16 +156,21 @@ def _form_and_row(
     return form, (*addresses, step.data_ptr(), count // unit, cdiv(count, _CHUNK))
 
 
-def _table(rows: list[_Row], device: torch.device) -> Tensor:
-    """The kernel's table; `rows` have the number of CTAs of a tensor in place of its first CTA."""
-    starts = itertools.accumulate((row[-1] for row in rows[:-1]), initial=0)
-    return _copied(torch.tensor([(*row[:-1], start) for row, start in zip(rows, starts)], dtype=torch.int64), device)
+def _new_table(rows: list[_Row], device: torch.device, last: _Table | None) -> _Table:
+    """The kernel's table: `rows` with the first CTA of a tensor in place of their number. Reuses what `last` shares."""
+    table = np.array(rows, dtype=np.int64)
+    programs = table[:, -1].copy()
+    table[:, -1] = np.cumsum(programs) - programs
+    # Mostly, only gradients have moved.
+    same = last is not None and np.array_equal(programs, last.programs)
+    owner = last.owner if last is not None and same else _owners(programs, device)
+    return _Table(rows, programs, _copied(torch.from_numpy(table), device), owner)
 
 
-def _owners(programs: list[int], device: torch.device) -> Tensor:
+def _owners(programs: np.ndarray, device: torch.device) -> Tensor:
     """For each CTA, the row of the tensor that it updates."""
-    numbers = torch.arange(len(programs), dtype=torch.int32)
-    return _copied(torch.repeat_interleave(numbers, torch.tensor(programs)), device)
+    numbers = np.arange(len(programs), dtype=np.int32)
+    return _copied(torch.from_numpy(np.repeat(numbers, programs)), device)
 
 
 def _copied(values: Tensor, device: torch.device) -> Tensor:
@@ -195,6 +205,14 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
+class _Known(NamedTuple):
+    """A parameter in the last step: what its update depends on besides the gradient's address, and what it found."""
+
+    same: tuple[Any, ...]
+    form: _Form | None
+    row: _Row
+
+
 class AdamW(PartialAdamW):
     """torch.optim.AdamW(fused=True) that updates CUDA tensors with the kernel above.
 
@@ -208,8 +226,8 @@ class AdamW(PartialAdamW):
         return _Launches()
 
     @functools.cached_property
-    def _known(self) -> dict[int, tuple[list[Any], tuple[_Form, _Row] | None]]:
-        """Addresses and dtypes of the last step, and what they make, by the id of a parameter."""
+    def _known(self) -> dict[int, _Known]:
+        """What the last step found, by the id of a parameter."""
         return {}
 
     def _step_own(self) -> list[tuple[Tensor, Tensor]]:
@@ -227,34 +245,45 @@ class AdamW(PartialAdamW):
             copies: list[Tensor] = []
             for param in group["params"]:
                 # torch creates the state in its first step.
-                if (whole := param.grad) is None or not (state := self.state[param]) or not _served(param):
+                if (grad := param.grad) is None or not (state := self.state[param]):
                     continue
-                given = (param, whole, state["exp_avg"], state["exp_avg_sq"], state["step"])
-                tensors = [local_tensor(x) for x in given]
-                tensors[1] = tensors[1].contiguous()
-                found = self._look_up(param, tensors)
-                if found is not None:
-                    rows.setdefault(found[0], []).append(found[1])
-                    steps.append(tensors[4])
-                    copies.append(tensors[1])
-                    done.append((param, whole))
+                given: tuple[Tensor, ...] = (param, grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
+                if isinstance(param, DTensor):
+                    given = tuple(map(local_tensor, given))
+                if not given[1].is_contiguous():
+                    given = (given[0], given[1].contiguous(), *given[2:])
+                    copies.append(given[1])
+                form, row = self._look_up(id(param), *given)
+                if form is not None:
+                    rows.setdefault(form, []).append(row)
+                    steps.append(given[4])
+                    done.append((param, grad))
             if steps:
                 torch._foreach_add_(steps, 1)
                 self._launches.run(rows, number, group)
         return done
 
-    def _look_up(self, param: Tensor, tensors: list[Tensor]) -> tuple[_Form, _Row] | None:
-        """`_form_and_row` of the tensors, from the last step if they are where they were."""
-        now = [x.data_ptr() for x in tensors] + [x.dtype for x in tensors] + [tensors[0].numel()]
-        known = self._known.get(id(param))
-        if known is None or known[0] != now:
-            known = self._known[id(param)] = (now, _form_and_row(*tensors))
-        return known[1]
+    def _look_up(
+        self, key: int, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
+    ) -> tuple[_Form | None, _Row]:
+        """`_form_and_row` of the tensors, from the last step if they are where they were; None where it is.
 
-
-def _served(param: Tensor) -> bool:
-    local = local_tensor(param)
-    return _on_gpu(local) and local.numel() > 0 and local.is_contiguous()
+        On the host of an H200 this is a significant part of a step of small models.
+        """
+        same = (
+            *(param.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), step.data_ptr()),
+            *(param.dtype, grad.dtype, exp_avg.dtype, exp_avg_sq.dtype, param.numel(), param.is_contiguous()),
+        )
+        address = grad.data_ptr()
+        known = self._known.get(key)
+        if known is None or known.same != same or (known.row[1] != address and (known.row[1] | address) % 16):
+            served = _on_gpu(param) and param.numel() > 0 and param.is_contiguous()
+            found = _form_and_row(param, grad, exp_avg, exp_avg_sq, step) if served else None
+            known = self._known[key] = _Known(same, *(found or (None, (0, address))))
+        elif known.row[1] != address:
+            # Only the gradient has moved.
+            known = self._known[key] = known._replace(row=(known.row[0], address, *known.row[2:]))
+        return known.form, known.row
 
 
 def _on_gpu(param: Tensor) -> bool:
