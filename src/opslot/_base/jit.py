@@ -13,8 +13,10 @@ _INTERPRETED = tl.constexpr(triton_interpreted())
 
 def has_launch_hooks() -> bool:
     """Whether a profiler (Proton) has hooks on the launches of Triton's kernels."""
+    # Without a loop, since every launch asks.
     runtime = triton.knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, exit = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(exit, "calls", exit))
 
 
 @triton.jit
