@@ -4,12 +4,15 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 import opslot
 from opslot._base.errors import ConfigError, KernelError
+from opslot.slots.protocol import LOSS_FUNCTION
 from opslot.verify.random_model import random_ids
 from opslot.verify.tiny import tiny_config
 
@@ -98,3 +101,42 @@ def test_linear_layer_of_a_tensor_subclass_is_known_when_bound():
     store_as_halves(model.model.layers[0].self_attn.q_proj)
     with pytest.raises(ConfigError, match=r"q_proj: .*its weight is stored as tests\.Halves"):
         opslot.apply(model, {"preset": "eager", "linear_implementation": "fp8"})
+
+
+def test_another_loss_type_computes_logits():
+    def labels_in_place(model):
+        model.loss_type = "ForMaskedLM"
+
+    check(model_of(), labels_in_place, "loss_function is another than Transformers' ForCausalLMLoss")
+
+
+def test_another_function_for_a_loss_type_computes_logits(monkeypatch):
+    def own(logits, labels, vocab_size, **kwargs):
+        return logits.square().mean()
+
+    check(
+        model_of(),
+        lambda model: monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", own),
+        "loss_function is another than Transformers' ForCausalLMLoss",
+    )
+
+
+def test_another_loss_of_a_classifier_is_computed(monkeypatch):
+    def own(labels, pooled_logits, config, **kwargs):
+        return pooled_logits.square().mean()
+
+    check(
+        model_of(cls=AutoModelForSequenceClassification),
+        lambda model: monkeypatch.setitem(LOSS_MAPPING, "ForSequenceClassification", own),
+        "loss_function is another than Transformers' ForSequenceClassificationLoss",
+        labels=torch.tensor([1, 0]),
+    )
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "modernbert", "t5gemma2"])
+def test_loss_of_the_class_is_the_one_of_the_model(arch):
+    config = tiny_config(arch)
+    kind = {"modernbert": "MaskedLM", "t5gemma2": "Seq2SeqLM"}.get(arch, "CausalLM")
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
+    opslot.apply(model, "eager")
+    assert model.loss_function.__name__ == getattr(type(model), LOSS_FUNCTION)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.loss import loss_utils
 
 from opslot._base.errors import KernelError
 from opslot._base.wrapper_tensors import wrapper_class
@@ -59,6 +60,10 @@ def _head_problem(kernel: BoundKernel, model: Any, head: Any, around: tuple[Any,
             return problem
     if getattr(model, "_loss_function", None) is not None:
         return "the model's loss_function was replaced by one of your own"
+    # Transformers selects the function by the model's `loss_type`, from a mapping to which functions can be added.
+    computed = getattr(type(model), protocol.LOSS_FUNCTION, None)
+    if computed is not None and model.loss_function is not getattr(loss_utils, computed):
+        return f"the model's loss_function is another than Transformers' {computed}"
     return None
 
 
