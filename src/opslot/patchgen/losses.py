@@ -77,6 +77,7 @@ if (
     and self.config.problem_type in (None, "single_label_classification")
     and loss_kernel.can_serve(self, self.score)
 ):
+    self.config.problem_type = "single_label_classification"
     pooled_hidden_states = hidden_states[
         torch.arange(batch_size, device=hidden_states.device), last_non_pad_token
     ]
