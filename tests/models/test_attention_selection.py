@@ -12,6 +12,7 @@ from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
 from opslot.ops.attention.forms import Attention, OwnAttention
 from opslot.ops.attention.mask_forms import MasksOfOneImplementation
+from opslot.ops.attention.masks import _warn_of_weights
 from opslot.patchgen.forms import ClassFact, ModuleView
 from opslot.patchgen.source import UpstreamModule
 from opslot.slots.protocol import COMPUTES_ATTENTION, MASKS_OF
@@ -80,6 +81,30 @@ def test_auto_replaces_default_attention(default):
     assert attention(opslot.apply(model)) == [("sdpa", "")]
     opslot.restore(model)
     assert model.config._attn_implementation == default
+
+
+@pytest.mark.parametrize("name", ["qwen3", "bert"])
+def test_config_with_output_attentions_keeps_eager(name, tmp_path):
+    config = tiny_config(name)
+    config._attn_implementation = "eager"
+    config.output_attentions = True
+    model, ids = random_model(config), random_ids(config)
+    expected = model(input_ids=ids).attentions
+    report = opslot.apply(model)
+    assert ("eager", "eager") in attention(report)
+    assert "output_attentions=True" in str(report)
+    found = model(input_ids=ids).attentions
+    assert len(found) == config.num_hidden_layers
+    torch.testing.assert_close(found, expected)
+    model.save_pretrained(tmp_path)
+
+
+def test_output_attentions_with_a_kernel_is_logged(caplog):
+    model = transformers.Qwen3ForCausalLM._from_config(config_of())
+    opslot.apply(model, {"attn_implementation": "sdpa"})
+    _warn_of_weights.cache_clear()
+    assert not model(input_ids=torch.arange(1, 7)[None], output_attentions=True).attentions
+    assert caplog.text.count("does not return the weights of attention") == 1
 
 
 def test_auto_without_a_usable_kernel_keeps_sdpa():

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 import opslot
 from opslot._base.errors import CheckpointError
+from opslot.verify.tiny import tiny_config
 
 BERT = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 48}
 
@@ -38,3 +39,17 @@ def test_classifier_from_a_checkpoint_of_another_model_raises(tmp_path):
     config = transformers.BertConfig(**BERT)
     with pytest.raises(CheckpointError, match=r"(?s)does not have.*encoder.layer.1"):
         opslot.build_foundation_model(config, weights_path=tmp_path, architecture="BertForSequenceClassification")
+
+
+def test_fused_loss_notes_the_problem_type_in_the_config():
+    config = tiny_config("qwen3")
+    config.pad_token_id, config.num_labels = 0, 3
+    model = transformers.Qwen3ForSequenceClassification(config)
+    opslot.apply(model, {"cross_entropy_loss_implementation": "chunk_loss"})
+    ids, labels = torch.arange(2 * 8).view(2, 8) + 1, torch.tensor([2, 0])
+    model(input_ids=ids, labels=labels)
+    assert model.config.problem_type == "single_label_classification"
+    with pytest.raises(ValueError, match="batch_size"):
+        # As in Transformers: labels for several classes do not change the kind of problem.
+        model(input_ids=ids, labels=torch.rand(2, 3))
+    assert torch.isfinite(model(input_ids=ids, labels=labels).loss)

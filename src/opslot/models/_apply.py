@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.models._own_classes import binds, overridden, own_slots, with_slots
+from opslot.models._own_classes import binds, overridden, own_slots, with_replaced_methods, with_slots
 from opslot.models._registry import architecture_of
 from opslot.patchgen.source import architecture_in
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
@@ -200,19 +200,24 @@ def has_generated_classes(model: Any) -> bool:
 def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
     """(module, class now, class with slots) for every module of a class in whose architecture there are any."""
     moves: list[tuple[Any, type, type]] = []
+    known: dict[type, type | None] = {}
     for path, module in model.named_modules():
         cls: Any = type(module)
-        architecture = architecture_of(cls, generated=False)
-        if architecture is None:
-            _check_sharded(path, cls)
-            own = with_slots(cls) if derived_from(cls) is None else None
-            if own is not None:
-                moves.append((module, cls, own))
-            continue
-        new = architecture.generated_class(cls.__name__)
-        if new is not None:
+        if cls not in known:
+            known[cls] = _class_for(path, cls)
+        if (new := known[cls]) is not None:
             moves.append((module, cls, new))
     return moves
+
+
+def _class_for(path: str, cls: type) -> type | None:
+    """The class with slots for modules of a class; None where it has none, or has slots already."""
+    architecture = architecture_of(cls, generated=False)
+    if architecture is None:
+        _check_sharded(path, cls)
+        return with_slots(cls) if derived_from(cls) is None else None
+    generated = architecture.generated_class(cls.__name__)
+    return None if generated is None else with_replaced_methods(cls, generated)
 
 
 def _check_sharded(path: str, cls: type) -> None:

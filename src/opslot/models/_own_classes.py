@@ -13,13 +13,19 @@ from typing import Any, NamedTuple
 from opslot._base.errors import PatchError
 from opslot._base.logging import get_logger
 from opslot.models._registry import architecture_of
+from opslot.models._replaced_methods import reads_documents, replaced_methods
 from opslot.patchgen import materialize
 from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError
 from opslot.patchgen.own_code import may_be_read, unchanged
 from opslot.patchgen.source import architecture_from, installed_release
 from opslot.slots.protocol import (
     ATTENTION_OPTIONS,
+    BY_DOCUMENT,
+    KEEPS_SEQUENCES,
+    ON_GLOBAL_SEQUENCES,
+    SKIPPED,
     SLOTS,
+    TAKES_EARLIER_TOKENS,
     UNKNOWN_LAYERS,
     changed_classes,
     derived_from,
@@ -95,32 +101,46 @@ def _problem_of(name: str, digest: str) -> str | None:
     return None
 
 
-@cache
 def with_slots(cls: type) -> type | None:
     """A class like `cls` with the slots of its own code and of the classes that it derives from; None without any.
 
     `super()` in its methods calls those with slots. The same class for each call.
     """
     # Transformers' architectures that build on another's classes have no slots in their own modules.
-    return None if cls.__module__.startswith("transformers.") else _with_slots(cls)
+    return None if cls.__module__.startswith("transformers.") else _with_slots(cls, _all_replaced(cls))
+
+
+Replaced = tuple[tuple[type, str, Any], ...]
+
+
+def _all_replaced(cls: type) -> Replaced:
+    """The methods that were replaced on the classes of Transformers that `cls` derives from."""
+    pairs = ((base, _generated_class(base)) for base in cls.__mro__)
+    found = ((base, replaced_methods(base, generated)) for base, generated in pairs if generated is not None)
+    return tuple((base, name, method) for base, methods in found for name, method in methods.items())
+
+
+def _generated_class(cls: type) -> type | None:
+    architecture = architecture_of(cls, generated=False)
+    return architecture.generated_class(cls.__name__) if architecture is not None else None
 
 
 @cache
-def _with_slots(cls: type) -> type | None:
-    architecture = architecture_of(cls, generated=False)
-    generated = architecture.generated_class(cls.__name__) if architecture is not None else None
+def _with_slots(cls: type, replaced: Replaced) -> type | None:
+    generated = _generated_class(cls)
     if generated is not None:
         # In the order of resolution: the methods with slots, then those of the class that they replace.
-        return type(cls.__name__, (generated, cls), {})
+        methods = {name: method for base, name, method in replaced if base is cls}
+        return type(cls.__name__, (generated, cls), methods)
     own = own_slots(cls)
-    bases = tuple(base for base in map(_with_slots, cls.__bases__) if base is not None)
+    bases = tuple(base for base in (_with_slots(base, replaced) for base in cls.__bases__) if base is not None)
     names = dict(_names(cls))
     reviewed = any(architecture_of(base, generated=False) is not None for base in cls.__mro__)
     if own.problem and hasattr(cls, "base_model_prefix") and not reviewed:
         names[UNKNOWN_LAYERS] = f"the code of {cls.__name__} was not read: {own.problem}"
     elif own.generated is None and not bases:
         return None
-    if (inherited := _wrapped_forward(cls)) is not None:
+    if (inherited := _wrapped_forward(cls, replaced)) is not None:
         names["forward"] = inherited
     try:
         made: type = type(cls)(cls.__name__, (own.generated or cls, *bases), names)
@@ -128,21 +148,60 @@ def _with_slots(cls: type) -> type | None:
         # Of a metaclass, or of `__init_subclass__` with arguments.
         logger.warning("no slots in %s, since no class can be derived from it: %s", cls.__name__, error)
         return None
+    _derive(made, cls)
+    return made
+
+
+def _derive(made: type, cls: type) -> None:
+    """Note what `made` derives from, and which of its slots are read."""
     set_derived_from(made, cls)
     declared = {name: spec for base in reversed(made.__mro__) for name, spec in vars(base).get(SLOTS, {}).items()}
     hidden = {name for name in declared if _hider(made, name) is not None}
     if declared:
         setattr(made, SLOTS, declared if hidden == declared.keys() else _without(declared, hidden))
+
+
+def with_replaced_methods(cls: type, generated: type) -> type:
+    """The generated class for instances of a class of Transformers: with the methods that were replaced, if any were.
+
+    It derives from both, so that `super()` works in them.
+    """
+    found = replaced_methods(cls, generated)
+    return _with_methods(cls, generated, tuple(found.items())) if found else generated
+
+
+@cache
+def _with_methods(cls: type, generated: type, methods: tuple[tuple[str, Any], ...]) -> type:
+    logger.warning(
+        "%s of transformers was changed after its import (%s); its instances keep that, without opslot's kernels there",
+        cls.__name__,
+        ", ".join(name for name, _ in methods),
+    )
+    names = {"__module__": generated.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce}
+    made = type(cls.__name__, (generated, cls), names | dict(methods))
+    _derive(made, cls)
+    if (problem := _hider(made, None)) is not None:
+        setattr(made, SKIPPED, (("attention", cls.__name__, problem),))
+    by_document = getattr(generated, BY_DOCUMENT, False)
+    separating = (name for name, _ in methods if by_document or reads_documents(getattr(generated, name, None)))
+    if (name := next(separating, None)) is not None:
+        setattr(made, KEEPS_SEQUENCES, _replaced(f"{cls.__name__}.{name}"))
+        for attribute in (BY_DOCUMENT, ON_GLOBAL_SEQUENCES, TAKES_EARLIER_TOKENS):
+            setattr(made, attribute, None)
     return made
 
 
-def _wrapped_forward(cls: type) -> Any:
+def _replaced(method: str) -> str:
+    return f"{method}, or a function that it calls, was replaced"
+
+
+def _wrapped_forward(cls: type, replaced: Replaced) -> Any:
     """With slots, the forward of a base that a class only wraps, as all subclasses of Transformers' layers do."""
     own = inspect.unwrap(vars(cls)["forward"]) if "forward" in vars(cls) else None
     if own is None:
         return None
     wrapped = (base for base in cls.__bases__ if inspect.unwrap(getattr(base, "forward", cls)) is own)
-    found: Any = next(filter(None, map(_with_slots, wrapped)), None)
+    found: Any = next(filter(None, (_with_slots(base, replaced) for base in wrapped)), None)
     return None if found is None else found.forward
 
 
@@ -164,12 +223,17 @@ def _reduce(self: Any, protocol: Any) -> Any:
     """Pickle an instance by the class that can be imported."""
     reduced, original = object.__reduce_ex__(self, protocol), derived_from(type(self))
     # FSDP2 derives a class of its own.
-    return (_instance, (original,), *reduced[2:]) if type(self) is with_slots(original) else reduced
+    return (_instance, (original,), *reduced[2:]) if type(self) is _made_from(original) else reduced
 
 
 def _instance(cls: type) -> Any:
-    made: Any = with_slots(cls)
+    made: Any = _made_from(cls)
     return made.__new__(made)
+
+
+def _made_from(cls: type) -> type | None:
+    generated = _generated_class(cls)
+    return with_slots(cls) if generated is None else with_replaced_methods(cls, generated)
 
 
 def binds(cls: type) -> bool:
@@ -204,7 +268,9 @@ def _hider(cls: type, slot: str | None) -> str | None:
             over = _override(cls.__mro__[:position], name, read)
             if over is None:
                 return None
-            found = found or f"{over} overrides {base.__name__}.{name} without calling super()"
+            own = f"{base.__name__}.{name}"
+            problem = _replaced(own) if over == own else f"{over} overrides {own} without calling super()"
+            found = found or problem
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 _CASTS = ("float", "contiguous")
 _CROSS_ENTROPIES = ("nn.functional.cross_entropy", "F.cross_entropy", "torch.nn.functional.cross_entropy")
-_LOSS_FUNCTION = "self.loss_function"
+LOSS_CALL = "self.loss_function"
 
 
 class UnknownLossError(Exception):
@@ -163,7 +163,7 @@ class FusedLoss(ast.NodeTransformer):
 
     def _kernel_call(self, node: ast.Call) -> ast.expr:
         function = ast.unparse(node.func)
-        names = ("logits", "labels", "vocab_size") if function == _LOSS_FUNCTION else ("input", "target")
+        names = ("logits", "labels", "vocab_size") if function == LOSS_CALL else ("input", "target")
         given = dict(zip(names, node.args)) | {k.arg: k.value for k in node.keywords if k.arg in names}
         rest = [k for k in node.keywords if k.arg not in names]
         if len(node.args) > len(names) or names[0] not in given:
@@ -172,9 +172,9 @@ class FusedLoss(ast.NodeTransformer):
         if found is None:
             raise UnknownLossError(f"computes the loss of `{short_source(given[names[0]])}`")
         labels, shifted = self.visit(copy.deepcopy(given.get(names[1], ast.Constant(None)))), None
-        if function != _LOSS_FUNCTION:
+        if function != LOSS_CALL:
             rest = _criterion_options(self.criteria.get(function, node))
-        if function != _LOSS_FUNCTION or self.labels_in_place:
+        if function != LOSS_CALL or self.labels_in_place:
             labels, shifted = ast.Constant(None), labels
         arguments = f"{ast.unparse(found[0])}, {self.head}.weight, {ast.unparse(labels)}, bias={self.bias}"
         arguments += f", head={self.head}"
@@ -195,7 +195,7 @@ def _criterion_options(call: ast.Call) -> list[ast.keyword]:
 
 
 def is_loss(node: ast.AST, criteria: Iterable[str]) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) in (_LOSS_FUNCTION, *_CROSS_ENTROPIES, *criteria)
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in (LOSS_CALL, *_CROSS_ENTROPIES, *criteria)
 
 
 def uses_names(node: ast.AST, *names: str) -> bool:

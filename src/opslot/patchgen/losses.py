@@ -18,6 +18,7 @@ from typing import TypeGuard
 
 from opslot.patchgen.edits import Slot
 from opslot.patchgen.fused_loss import (
+    LOSS_CALL,
     FusedLoss,
     UnknownLossError,
     is_loss,
@@ -43,6 +44,8 @@ class LossRegion:
         guards: conditions under which the fused form does not hold.
         fused: statements in which `loss_kernel` computes the loss.
         original: the region's own statements, where they had to change; "" where they stay.
+        loss_function: the name of the function of Transformers that `self.loss_function` has to be; None where the
+            region does not call it.
     """
 
     start: int
@@ -51,6 +54,7 @@ class LossRegion:
     guards: tuple[str, ...]
     fused: str
     original: str = ""
+    loss_function: str | None = None
 
 
 # Arguments about the loss. Some releases' vision-language models do not pass them on, so that micro batches and ranks
@@ -73,6 +77,7 @@ if (
     and self.config.problem_type in (None, "single_label_classification")
     and loss_kernel.can_serve(self, self.score)
 ):
+    self.config.problem_type = "single_label_classification"
     pooled_hidden_states = hidden_states[
         torch.arange(batch_size, device=hidden_states.device), last_non_pad_token
     ]
@@ -129,7 +134,7 @@ def loss_region(
     passes_on = _pass_on_arguments(forward)
     criteria = _criteria(forward, init)
     end, block = _loss_block(forward, criteria)
-    calls = [node for node in ast.walk(block) if is_loss(node, criteria)]
+    calls = [node for node in ast.walk(block) if isinstance(node, ast.Call) and is_loss(node, criteria)]
     if len(calls) != 1:
         raise UnknownLossError(f"computes {len(calls)} losses with its labels")
     logits = _logits_name(calls[0], block)
@@ -156,7 +161,10 @@ def loss_region(
     kept = [line for line in kept if not _sets_none(line, fused)]
     nothing = ast.parse(f"{logits} = None").body
     text = "\n".join(ast.unparse(statement) for statement in [*head.statements, *kept, *nothing, *fused])
-    return LossRegion(start, end + 1, head.served, tuple(guards), text, original)
+    function = None
+    if ast.unparse(calls[0].func) == LOSS_CALL:
+        function = "ForMaskedLMLoss" if in_place else "ForCausalLMLoss"
+    return LossRegion(start, end + 1, head.served, tuple(guards), text, original, function)
 
 
 def _pass_on_arguments(forward: ast.FunctionDef) -> bool:

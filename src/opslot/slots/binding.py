@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, list_problems
+from opslot._base.wrapper_tensors import wrapper_class
 from opslot.slots.config import OpsImplementationConfig
 from opslot.slots.op import OpSpec
 from opslot.slots.profile import ProfileError
@@ -283,6 +284,8 @@ def _resolve_at(request: KernelRequest, wanted: str, keeps: str | None, in_modul
     # The kernel of a model's attention runs in the modules inside, whatever calls them.
     problem = keeps or (replaced_forward(request.module) if in_module else None)
     optional = keeps is not None or variant.extends is not None
+    if problem is None and in_module:
+        problem = _wrapper_problem(request.module)
     if problem is None and variant.check_module:
         problem = variant.check_module(request.module)
     if named and variant.extends and all(spec.name != wanted for spec in specs):
@@ -293,6 +296,12 @@ def _resolve_at(request: KernelRequest, wanted: str, keeps: str | None, in_modul
         raise ConfigError(f"{op.field_of(request.variant)}={wanted!r}: {problem}; use eager or auto there")
     rejected = tuple((spec.name, problem) for spec in specs)
     return Resolution(request.op_name, request.variant, "eager", problem, rejected, False)
+
+
+def _wrapper_problem(module: Any) -> str | None:
+    """The first parameter of a module that kernels cannot read."""
+    named = ((name, wrapper_class(parameter)) for name, parameter in module.named_parameters(recurse=False))
+    return next((f"its {name} is stored as {found}" for name, found in named if found), None)
 
 
 def _skipped(model: Any) -> tuple[SkippedPart, ...]:

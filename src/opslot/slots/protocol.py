@@ -49,6 +49,7 @@ CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 MASKS_OF = PREFIX + "masks_of"
 COMPUTES_ATTENTION = PREFIX + "computes_attention"
 READS_PADDING = PREFIX + "reads_padding"
+LOSS_FUNCTION = PREFIX + "loss_function"
 FIRST_PADDING, ALL_PADDING = "first", "all"
 LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
@@ -278,7 +279,7 @@ def keeps_itself(module: Any) -> str | None:
 
 def runs_on_global_sequences(module: Any) -> bool:
     """Whether a module mixes tokens, and gets those of all ranks where these hold shards of sequences."""
-    return getattr(type(module), ON_GLOBAL_SEQUENCES, False)
+    return bool(getattr(type(module), ON_GLOBAL_SEQUENCES, False))
 
 
 def takes_earlier_tokens(module: Any) -> tuple[str, ...]:
@@ -287,7 +288,7 @@ def takes_earlier_tokens(module: Any) -> tuple[str, ...]:
 
     A rank that holds shards of sequences passes them the tokens of earlier ranks.
     """
-    return getattr(type(module), TAKES_EARLIER_TOKENS, ())
+    return getattr(type(module), TAKES_EARLIER_TOKENS, None) or ()
 
 
 def mixes_documents(module: Any) -> str | None:
@@ -317,7 +318,7 @@ def modules_by_document(model: Any) -> Iterator[tuple[str, Any]]:
 
 def why_by_document(module: Any) -> str | None:
     """Why a module runs once for each packed document; None for a module that takes all of them in one call."""
-    if not hasattr(type(module), BY_DOCUMENT):
+    if not getattr(type(module), BY_DOCUMENT, False):
         return None
     alone = {id(part) for part in indexers(module)}
     inside = (reason for part in module.modules() if id(part) not in alone and (reason := keeps_itself(part)))

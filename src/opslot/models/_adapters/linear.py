@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from opslot._base.wrapper_tensors import wrapper_class
 from opslot.checkpoint.adapters import adapter_layers
 from opslot.ops._common.hooks import has_hooks
 from opslot.ops.linear import low_rank
@@ -79,7 +80,7 @@ def _adapter(self: Any, x: Tensor) -> low_rank.Adapter | None:
     if not (_is_plain(down) and _is_plain(up) and up.bias is None and not has_hooks(layer)):
         return None
     state = getattr(layer.weight, "quant_state", None)
-    if state is None and (not _is_plain(layer) or layer.weight.requires_grad):
+    if state is None and (not _is_plain(layer) or layer.weight.requires_grad or wrapper_class(layer.weight)):
         return None
     if state is not None and low_rank.is_inference(x):
         return None

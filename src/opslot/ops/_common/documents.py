@@ -143,7 +143,7 @@ def documents_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def documents_for(module: Any, classes: tuple[type, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """`documents_in` for a module of these classes, or one that may run once for each document; others take none."""
-    takes = isinstance(module, classes) or hasattr(type(module), BY_DOCUMENT)
+    takes = isinstance(module, classes) or getattr(type(module), BY_DOCUMENT, False)
     return documents_in(kwargs) if takes else {}
 
 

@@ -18,12 +18,15 @@ from transformers import masking_utils
 
 from opslot._base.boundaries import offsets_of
 from opslot._base.errors import KernelError
+from opslot._base.logging import get_logger
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import in_autocast_dtype
 from opslot.ops._common.documents import document_of_tokens, same_document
 from opslot.ops.attention.contract import AttentionCall
 from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, MaskPattern, by_index, pattern_of
 from opslot.slots.protocol import FIRST_PADDING
+
+logger = get_logger(__name__)
 
 
 class Keys(NamedTuple):
@@ -363,6 +366,8 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         function, unseeing = kernel, None
+        if kwargs.get("output_attentions") and not torch.compiler.is_compiling():
+            _warn_of_weights(type(module).__name__)
         query, key, value = in_autocast_dtype(query, key, value)
         is_layout = isinstance(attention_mask, Layout)
         has_keys_alone = is_layout and attention_mask.keys is not None and attention_mask.cu_seqlens is None
@@ -398,6 +403,15 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
 
     attend.reads_layout = True  # type: ignore[attr-defined]
     return attend
+
+
+@functools.cache
+def _warn_of_weights(name: str) -> None:
+    logger.warning(
+        "%s was called with output_attentions=True, and its kernel does not return the weights of attention; "
+        "set attn_implementation to eager for them",
+        name,
+    )
 
 
 def _over_keys(keys: Keys, kernel: Callable[..., Any], call: AttentionCall) -> tuple[Tensor, None]:

@@ -99,12 +99,15 @@ _DEFAULTS = (None, "sdpa", "eager")
 
 
 def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
-    """Why a model keeps its attention: its class is not generated, or under "auto" the user selected one."""
+    """Why a model keeps its attention: its class is not generated, its config asks for weights, or under "auto" the
+    user selected one."""
     if type(model).__module__.startswith("transformers."):
         return f"{type(model).__name__} has no generated class, so what its attention computes is unknown"
     reason = _skipped(model)
     if reason:
         return reason
+    if getattr(model.config, "output_attentions", False):
+        return "its config has output_attentions=True, and kernels do not return the weights of attention"
     own = _original(model, attached)
     if wanted == "auto" and own not in _DEFAULTS and not is_own_attention(own):
         return f"the model was built with Transformers' {own!r}, which auto keeps"

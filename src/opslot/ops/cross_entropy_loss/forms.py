@@ -11,6 +11,7 @@ from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Skip
 from opslot.patchgen.fused_loss import UnknownLossError
 from opslot.patchgen.losses import loss_region
+from opslot.slots.protocol import LOSS_FUNCTION
 
 OP = "cross_entropy_loss"
 _CAUSAL = Slot(OP, "causal")
@@ -33,13 +34,14 @@ class LanguageModelHeads:
         function, init = module.function(forward), module.upstream.find(f"{name}.__init__")
         assert init is None or isinstance(init, ast.FunctionDef)
         try:
-            loss_region(function, init, name, module.classes)
+            region = loss_region(function, init, name, module.classes)
         except UnknownLossError as reason:
             # The forward raises for return_log_probs, instead of ignoring the argument.
             return Skip(name, OP, str(reason), lambda patch: patch.decorate(forward, *_LOG_PROBS))
 
         def write(patch: PatchConfig) -> None:
             patch.slot_loss(forward, _CAUSAL)
+            patch.set_attribute(name, LOSS_FUNCTION, region.loss_function)
             patch.decorate(forward, *_LOG_PROBS)
             patch.depends_on(_LOSSES, "ForCausalLMLoss", "fixed_cross_entropy")
 
@@ -62,6 +64,7 @@ class Classifiers:
         def write(patch: PatchConfig) -> None:
             patch.inherit_method(f"{name}.forward", _LAYERS, f"Generic{self.head}.forward")
             patch.slot_loss(f"{name}.forward", _CLASSIFICATION)
+            patch.set_attribute(name, LOSS_FUNCTION, self.loss)
             patch.depends_on(_LOSSES, self.loss, "fixed_cross_entropy")
 
         return Match(name, OP, _CLASSIFICATION.variant, write)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.loss import loss_utils
 
 from opslot._base.errors import KernelError
+from opslot._base.wrapper_tensors import wrapper_class
 from opslot.ops._common.hooks import has_own_hooks
 from opslot.ops.cross_entropy_loss.low_rank import adds_adapters, has_low_rank, linear_of, low_rank_problem
 from opslot.slots import BoundKernel, protocol, walk_slots
@@ -44,6 +46,8 @@ def _head_problem(kernel: BoundKernel, model: Any, head: Any, around: tuple[Any,
             return "the output head is bound by linear_implementation, which only batch_invariant computes too"
     elif type(linear).forward is not nn.Linear.forward or "forward" in linear.__dict__:
         return f"the output head is a {type(head).__name__}, whose forward is more than a linear layer's"
+    if (stored := wrapper_class(linear.weight)) is not None:
+        return f"the output head's weight is stored as {stored}"
     if any("forward" in module.__dict__ for module in around):
         return "the forward of a module around the output head was replaced"
     if any(map(has_own_hooks, (head, linear, *around))):
@@ -56,6 +60,10 @@ def _head_problem(kernel: BoundKernel, model: Any, head: Any, around: tuple[Any,
             return problem
     if getattr(model, "_loss_function", None) is not None:
         return "the model's loss_function was replaced by one of your own"
+    # Transformers selects the function by the model's `loss_type`, from a mapping to which functions can be added.
+    computed = getattr(type(model), protocol.LOSS_FUNCTION, None)
+    if computed is not None and model.loss_function is not getattr(loss_utils, computed):
+        return f"the model's loss_function is another than Transformers' {computed}"
     return None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opslot._base.wrapper_tensors import wrapper_class
 from opslot.ops._common.arguments import upcast
 from opslot.ops.cross_entropy_loss.cases import CAUSAL_CASES, CLASSIFICATION_CASES, TOKEN_CASES, benchmark_case
 from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants, token_log_probs_variant
@@ -77,9 +78,8 @@ def _head_problem(module: Any) -> str | None:
         return f"the head is a {kind}, whose output is more than a linear layer's"
     if problem := low_rank_problem(head):
         return problem
-    if not head.weight.is_floating_point():
-        return f"the head's weight is stored as {head.weight.dtype}"
-    return None
+    stored = wrapper_class(head.weight) or (None if head.weight.is_floating_point() else head.weight.dtype)
+    return None if stored is None else f"the head's weight is stored as {stored}"
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
