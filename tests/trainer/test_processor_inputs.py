@@ -18,6 +18,7 @@ from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.data.records import split_into_shards
 from opslot.models import trained_config
+from opslot.models._multimodal.placeholders import PlaceholderCheck
 from opslot.trainer.processors import load_processor, multimodal_class
 from tests.processors import write_checkpoint
 from tests.trainer.test_processors import QUICK, SLOW, kinds_of
@@ -106,7 +107,12 @@ def checkpoint(family, folder):
         config = trained_config(config, name)
         name = multimodal_class(config)
     processor.tokenizer.chat_template = processor.chat_template
-    return MultimodalEncoder(processor, config, RopePositions(config, name), 8192), other
+    positions = RopePositions(config, name)
+    if getattr(other, "return_mm_token_type_ids", None) is False:
+        # Cosmos 3 Edge's model needs them.
+        other.return_mm_token_type_ids = True
+    check = PlaceholderCheck(positions)
+    return MultimodalEncoder(processor, config, positions, 8192, check_features=check), other
 
 
 @pytest.mark.quick("gemma3", "llava_next", "qwen3_vl")
