@@ -394,11 +394,12 @@ def test_frames_of_videos_marked_as_images():
 
     images, image_grid = patches((1, 2, 2), (1, 4, 2))
     videos, video_grid = patches((2, 2, 4))
-    inputs = {"pixel_values": images, "image_grid_thw": image_grid, "mm_token_type_ids": torch.zeros(1, 3)}
+    inputs = {"pixel_values": images, "image_grid_thw": image_grid, "mm_token_type_ids": torch.tensor([[1, 0, 2]])}
     inputs |= {"pixel_values_videos": -videos, "video_grid_thw": video_grid}
     found = processor_call.videos_as_images(inputs, ["image", "video", "image"])
     assert found.keys() == {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
     assert found["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 4], [1, 4, 2]]
+    assert found["mm_token_type_ids"].tolist() == [[1, 0, 1]]
     assert torch.equal(found["pixel_values"], torch.cat([images[:4], -videos, images[4:]]))
 
 

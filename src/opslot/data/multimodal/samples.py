@@ -35,6 +35,7 @@ from opslot.data.multimodal.processor_call import (
     audio_without_tokens,
     call_processor,
     cut_audio,
+    settings_of,
     source_has,
     special_tokens_option,
     videos_as_images,
@@ -110,15 +111,12 @@ class MultimodalEncoder(ChatEncoder):
         )
 
     def identity(self) -> dict[str, Any]:
-        known = self.processor.to_dict()
-        # The tokenizer has its own entry, and where the processor was read from does not matter.
-        settings = {name: value for name, value in known.items() if name != "tokenizer"}
         audio = {"data.use_audio_in_video": True} if self.use_audio_in_video else {}
         return {
             **super().identity(),
             **audio,
             "task": "vlm",
-            "processor": f"content {digest(repr(sorted(map(repr, _flat(settings)))))}",
+            "processor": f"content {digest(repr(settings_of(self.processor)))}",
             "data.max_pixels": self.limits.max_pixels,
             "data.max_frames": self.limits.max_frames,
             **({} if self.limits.max_fps is None else {"data.max_fps": self.limits.max_fps}),
@@ -208,7 +206,10 @@ class MultimodalEncoder(ChatEncoder):
             raise SampleError(str(error)) from error
         turns = record["messages"]
         description = {"folder": str(folder), "text": self._prompt_text(turns), "media": media_of(turns, media)}
-        return self._process(description, *self._load(description))[0]
+        inputs, _ = self._process(description, *self._load(description))
+        if self._marks_videos_as_images(inputs["input_ids"][0], inputs):
+            inputs = videos_as_images(inputs, [kind for kind, _ in description["media"]])
+        return inputs
 
     def _prompt_text(self, messages: list[Message]) -> str:
         if not self.plain:
@@ -490,11 +491,3 @@ class MultimodalEncoder(ChatEncoder):
         """Whether tokens have the placeholder of videos; True where the config does not name it."""
         token = getattr(self.config, "video_token_id", None)
         return token is None or bool((ids == token).any())
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}")
-    else:
-        yield name, repr(value)
