@@ -189,6 +189,52 @@ def test_parts_that_give_the_number_of_an_image(encoder_of, tmp_path):
     assert "index 2 is not one of the 2 media of the column" in problem
 
 
+IMAGE = {"type": "image"}
+
+
+@pytest.mark.parametrize(
+    ("content", "images", "text", "counted"),
+    [
+        # As strings, and text parts with tags beside a column.
+        ([{"type": "text", "text": "<image> or <image>?"}], ["1.png", "2.png"], "[image] or [image]?", {}),
+        # A tag in a text beside parts of the column.
+        ([IMAGE, {"type": "text", "text": "what is <image>?"}], ["1.png"], "[image]what is <image>?", {"tag": 1}),
+        # As TRL's data.
+        ("what is it?", ["1.png", "2.png"], "[image][image]what is it?", {"unnamed media": 1}),
+        ([{"type": "text", "text": "what is it?"}], ["1.png"], "[image]what is it?", {"unnamed media": 1}),
+        # Of a table of strings.
+        ("<image>what is it?", '["1.png"]', "[image]what is it?", {}),
+        # Text beside samples with images.
+        ("what is it?", [None], "what is it?", {}),
+        ("what is it?", "", "what is it?", {}),
+    ],
+)
+def test_media_of_columns(encoder_of, tmp_path, content, images, text, counted):
+    for number in (1, 2):
+        draw(tmp_path / f"{number}.png", number)
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": content}]
+    answer = "a red circle" if "unnamed media" in counted else "a <image> tag"
+    turns.append({"role": "assistant", "content": answer})
+    encoder = encoder_of()
+    names = {"messages": (turns,), "prompt": (turns[:2], turns[2:])}
+    for form, columns in names.items():
+        record = dict(zip((form, "completion"), columns, strict=False))
+        (document,), problems, counts = encode(encoder, write(tmp_path, {**record, "images": images}))
+        assert not problems
+        assert counts == counted
+        description = from_bytes(document.extra)
+        shown = description["text"].replace("<|vision_start|><|image_pad|><|vision_end|>", "[image]")
+        assert f"user\n{text}<|im_end|>" in shown
+        assert [source for _, source in description["media"]] == ["1.png", "2.png"][: text.count("[image]")]
+        assert trained_text(encoder, document) == f"{answer}<|im_end|>"
+
+
+def test_more_tags_in_a_text_part_than_images(encoder_of, tmp_path):
+    turns = [{"role": "user", "content": [{"type": "text", "text": "<image><image>?"}]}, *talk()[1:]]
+    _, (problem,), _ = encode(encoder_of(), write(tmp_path, {"messages": turns, "images": ["1.png"]}))
+    assert "the messages have more <image> than the column images" in problem
+
+
 def test_columns_without_a_conversation_name_the_task(encoder_of, tmp_path):
     _, (problem,), _ = encode(encoder_of(), write(tmp_path, {"query": "what?", "images": []}))
     assert "it has query, images, and task vlm needs messages" in problem

@@ -125,13 +125,14 @@ class MultimodalEncoder(ChatEncoder):
     def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
         record, form = self._checked(where, record)
         try:
-            record, media = separate_media(record, form)
+            record, media, is_unnamed = separate_media(record, form)
         except MediaError as error:
             raise SampleError(str(error)) from error
         rendered = self._render_record(record, form)
         tagged = any(has_unused_tag(sample.messages) for sample in rendered)
+        notes = [name for name, holds in (("tag", tagged), ("unnamed media", is_unnamed)) if holds]
         # A record counts once.
-        return [(*self._document(where, each, media), tagged and each is rendered[0]) for each in rendered]
+        return [(*self._document(where, each, media), notes if each is rendered[0] else []) for each in rendered]
 
     def size_of(self, sample: Any) -> int:
         return self.batch_size
@@ -141,9 +142,8 @@ class MultimodalEncoder(ChatEncoder):
     ) -> Iterator[MediaDocument]:
         """Media are never cut."""
         limits = {"video": "data.max_frames or data.max_pixels", "image": "data.max_pixels"}
-        for where, (document, kinds, tagged) in batch:
-            if tagged:
-                counts["tag"] += 1
+        for where, (document, kinds, notes) in batch:
+            counts.update(notes)
             fix = next((f"lower {limit}, " for kind, limit in limits.items() if kind in kinds), "")
             cut = document.tokens["token"][self.max_seq_len :]
             can_truncate = not np.isin(cut, self.media_tokens).any()
@@ -201,7 +201,7 @@ class MultimodalEncoder(ChatEncoder):
             SampleError: media that cannot be read, or input that the chat template or the processor rejects.
         """
         try:
-            record, media = separate_media({"messages": list(messages)}, "messages")
+            record, media, _ = separate_media({"messages": list(messages)}, "messages")
         except MediaError as error:
             raise SampleError(str(error)) from error
         turns = record["messages"]
