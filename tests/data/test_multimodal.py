@@ -20,6 +20,7 @@ from opslot.data.encoder import SampleError
 from opslot.data.multimodal import collation, processor_call, samples
 from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
 from opslot.data.multimodal.media import Limits, from_bytes, load_image
+from opslot.data.multimodal.parts import separate_media
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.data.records import split_into_shards
@@ -227,6 +228,12 @@ def test_media_of_columns(encoder_of, tmp_path, content, images, text, counted):
         assert f"user\n{text}<|im_end|>" in shown
         assert [source for _, source in description["media"]] == ["1.png", "2.png"][: text.count("[image]")]
         assert trained_text(encoder, document) == f"{answer}<|im_end|>"
+
+
+def test_rate_of_frames_in_qwen_vl_utils():
+    part = {"type": "video", "video": ["1.png", "2.png"], "sample_fps": 2.0}
+    _, media, _ = separate_media({"messages": [{"role": "user", "content": [part]}]}, "messages")
+    assert media == [("video", {"array": ["1.png", "2.png"], "fps": 2.0})]
 
 
 def test_more_tags_in_a_text_part_than_images(encoder_of, tmp_path):

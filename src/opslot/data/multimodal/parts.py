@@ -214,6 +214,9 @@ def _of_part(part: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]
     if not isinstance(part, Mapping):
         raise MediaError(f"a part of a message must be an object with type, found {part!r}"[:200])
     known = {key: value for key, value in part.items() if value is not None}
+    if "sample_fps" in known:
+        # The rate of a list of frames in qwen-vl-utils.
+        known["fps"] = known.pop("sample_fps")
     kind = _kind(known)
     if other := next((name for name in ("text", *KINDS) if name != kind and known.get(name)), None):
         raise MediaError(f"a part of type {kind} has {other} too; make it two parts")
