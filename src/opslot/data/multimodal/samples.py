@@ -190,7 +190,7 @@ class MultimodalEncoder(ChatEncoder):
         document = MediaDocument(tokens, to_bytes(description), self.cost(inputs))
         return document, {kind for kind, _ in used}
 
-    def prompt(self, messages: Sequence[Message], folder: Path) -> dict[str, torch.Tensor]:
+    def prompt(self, messages: Sequence[Message], folder: Path) -> dict[str, Any]:
         """What the processor returns for a conversation that the model is to answer: inputs of `generate`.
 
         Args:
@@ -206,10 +206,11 @@ class MultimodalEncoder(ChatEncoder):
             raise SampleError(str(error)) from error
         turns = record["messages"]
         description = {"folder": str(folder), "text": self._prompt_text(turns), "media": media_of(turns, media)}
-        inputs, _ = self._process(description, *self._load(description))
+        loaded, tracks = self._load(description)
+        inputs, _ = self._process(description, loaded, tracks)
         if self._marks_videos_as_images(inputs["input_ids"][0], inputs):
             inputs = videos_as_images(inputs, [kind for kind, _ in description["media"]])
-        return inputs
+        return {**inputs, **_settings_of_model(tracks)}
 
     def _prompt_text(self, messages: list[Message]) -> str:
         if not self.plain:
@@ -313,9 +314,8 @@ class MultimodalEncoder(ChatEncoder):
     ) -> torch.Tensor:
         """int64 [axes, S] for the tokens [S] of a sample with what the processor returned."""
         found = {name: value for name, value in inputs.items() if name not in _OWN}
-        has_tracks = any(track is not None for track in tracks)
         try:
-            return self.positions(ids, {**found, "use_audio_in_video": True} if has_tracks else found)
+            return self.positions(ids, {**found, **_settings_of_model(tracks)})
         except REJECTED as error:
             raise SampleError(
                 f"the model computes no position ids for it: {error}; the chat template must separate its images and "
@@ -491,3 +491,8 @@ class MultimodalEncoder(ChatEncoder):
         """Whether tokens have the placeholder of videos; True where the config does not name it."""
         token = getattr(self.config, "video_token_id", None)
         return token is None or bool((ids == token).any())
+
+
+def _settings_of_model(tracks: Sequence[int | None]) -> dict[str, Any]:
+    """What a model computes positions by, beside the processor's outputs, for a sample with these tracks of videos."""
+    return {"use_audio_in_video": True} if any(track is not None for track in tracks) else {}
