@@ -526,6 +526,12 @@ def test_audio_tracks_are_passed_in_the_order_of_the_text(encoder_of, tmp_path, 
     assert not load(("video", "silent"))[1]
     with pytest.raises(SampleError, match="others have none"):
         load(("video", "a"), ("video", "silent"))
+    # `generate` computes positions as training does.
+    monkeypatch.setattr(encoder, "_process", lambda *_: ({"input_ids": torch.zeros(1, 2)}, ""))
+    turns = [{"role": "user", "content": [{"type": "video", "video": "a"}, {"type": "text", "text": "what?"}]}]
+    assert encoder.prompt(turns, tmp_path)["use_audio_in_video"] is True
+    turns[0]["content"][0]["video"] = "silent"
+    assert "use_audio_in_video" not in encoder.prompt(turns, tmp_path)
 
 
 def test_processor_without_audio_of_videos_raises(encoder_of):
