@@ -62,7 +62,7 @@ def write_checkpoint(folder, model_type):
         # As in the published checkpoints; its output is not a feature.
         thinker.vision_config.vision_use_head = False
     text = thinker.get_text_config()
-    for name in ("vocab_size", "vocab_size_per_layer_input"):
+    for name in ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"):
         if getattr(text, name, None):
             setattr(text, name, len(tokenizer) + 8)
     text.max_position_embeddings = 8192

@@ -108,6 +108,15 @@ def test_max_pixels(tmp_path):
     assert image.width / image.height == pytest.approx(2, rel=0.05)
 
 
+@pytest.mark.parametrize("key", ["url", "path"])
+def test_member_of_a_tar_file_in_place_of_its_name(key, tmp_path):
+    """As {"type": "image_url", "image_url": {"url": "1.png"}} is read from a tar file."""
+    stream = io.BytesIO()
+    Image.new("RGB", (2, 3)).save(stream, "PNG")
+    source = {key: {"bytes": stream.getvalue(), "path": "1.png"}, "detail": "high"}
+    assert load_image(source, tmp_path, Limits()).size == (2, 3)
+
+
 def test_bytes_round_trip():
     value = {"media": [["image", {"bytes": b"ab"}], ["video", {"frames": ["a", b"c"], "fps": 2.0}]], "text": "é"}
     assert from_bytes(to_bytes(value)) == value

@@ -20,6 +20,7 @@ from opslot.data.encoder import SampleError
 from opslot.data.multimodal import collation, processor_call, samples
 from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
 from opslot.data.multimodal.media import Limits, from_bytes, load_image
+from opslot.data.multimodal.parts import separate_media
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.data.records import split_into_shards
@@ -187,6 +188,58 @@ def test_parts_that_give_the_number_of_an_image(encoder_of, tmp_path):
     parts[0]["index"] = 2
     _, (problem,), _ = encode(encoder_of(), write(tmp_path, record))
     assert "index 2 is not one of the 2 media of the column" in problem
+
+
+IMAGE = {"type": "image"}
+
+
+@pytest.mark.parametrize(
+    ("content", "images", "text", "counted"),
+    [
+        # As strings, and text parts with tags beside a column.
+        ([{"type": "text", "text": "<image> or <image>?"}], ["1.png", "2.png"], "[image] or [image]?", {}),
+        # A tag in a text beside parts of the column.
+        ([IMAGE, {"type": "text", "text": "what is <image>?"}], ["1.png"], "[image]what is <image>?", {"tag": 1}),
+        # As TRL's data.
+        ("what is it?", ["1.png", "2.png"], "[image][image]what is it?", {"unnamed media": 1}),
+        ([{"type": "text", "text": "what is it?"}], ["1.png"], "[image]what is it?", {"unnamed media": 1}),
+        # Of a table of strings.
+        ("<image>what is it?", '["1.png"]', "[image]what is it?", {}),
+        # Text beside samples with images.
+        ("what is it?", [None], "what is it?", {}),
+        ("what is it?", "", "what is it?", {}),
+    ],
+)
+def test_media_of_columns(encoder_of, tmp_path, content, images, text, counted):
+    for number in (1, 2):
+        draw(tmp_path / f"{number}.png", number)
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": content}]
+    answer = "a red circle" if "unnamed media" in counted else "a <image> tag"
+    turns.append({"role": "assistant", "content": answer})
+    encoder = encoder_of()
+    names = {"messages": (turns,), "prompt": (turns[:2], turns[2:])}
+    for form, columns in names.items():
+        record = dict(zip((form, "completion"), columns, strict=False))
+        (document,), problems, counts = encode(encoder, write(tmp_path, {**record, "images": images}))
+        assert not problems
+        assert counts == counted
+        description = from_bytes(document.extra)
+        shown = description["text"].replace("<|vision_start|><|image_pad|><|vision_end|>", "[image]")
+        assert f"user\n{text}<|im_end|>" in shown
+        assert [source for _, source in description["media"]] == ["1.png", "2.png"][: text.count("[image]")]
+        assert trained_text(encoder, document) == f"{answer}<|im_end|>"
+
+
+def test_rate_of_frames_in_qwen_vl_utils():
+    part = {"type": "video", "video": ["1.png", "2.png"], "sample_fps": 2.0}
+    _, media, _ = separate_media({"messages": [{"role": "user", "content": [part]}]}, "messages")
+    assert media == [("video", {"array": ["1.png", "2.png"], "fps": 2.0})]
+
+
+def test_more_tags_in_a_text_part_than_images(encoder_of, tmp_path):
+    turns = [{"role": "user", "content": [{"type": "text", "text": "<image><image>?"}]}, *talk()[1:]]
+    _, (problem,), _ = encode(encoder_of(), write(tmp_path, {"messages": turns, "images": ["1.png"]}))
+    assert "the messages have more <image> than the column images" in problem
 
 
 def test_columns_without_a_conversation_name_the_task(encoder_of, tmp_path):
@@ -394,11 +447,12 @@ def test_frames_of_videos_marked_as_images():
 
     images, image_grid = patches((1, 2, 2), (1, 4, 2))
     videos, video_grid = patches((2, 2, 4))
-    inputs = {"pixel_values": images, "image_grid_thw": image_grid, "mm_token_type_ids": torch.zeros(1, 3)}
+    inputs = {"pixel_values": images, "image_grid_thw": image_grid, "mm_token_type_ids": torch.tensor([[1, 0, 2]])}
     inputs |= {"pixel_values_videos": -videos, "video_grid_thw": video_grid}
     found = processor_call.videos_as_images(inputs, ["image", "video", "image"])
     assert found.keys() == {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
     assert found["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 4], [1, 4, 2]]
+    assert found["mm_token_type_ids"].tolist() == [[1, 0, 1]]
     assert torch.equal(found["pixel_values"], torch.cat([images[:4], -videos, images[4:]]))
 
 
@@ -472,6 +526,12 @@ def test_audio_tracks_are_passed_in_the_order_of_the_text(encoder_of, tmp_path, 
     assert not load(("video", "silent"))[1]
     with pytest.raises(SampleError, match="others have none"):
         load(("video", "a"), ("video", "silent"))
+    # `generate` computes positions as training does.
+    monkeypatch.setattr(encoder, "_process", lambda *_: ({"input_ids": torch.zeros(1, 2)}, ""))
+    turns = [{"role": "user", "content": [{"type": "video", "video": "a"}, {"type": "text", "text": "what?"}]}]
+    assert encoder.prompt(turns, tmp_path)["use_audio_in_video"] is True
+    turns[0]["content"][0]["video"] = "silent"
+    assert "use_audio_in_video" not in encoder.prompt(turns, tmp_path)
 
 
 def test_processor_without_audio_of_videos_raises(encoder_of):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.multimodal.audio import load_audio
@@ -18,6 +18,7 @@ from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.data.records import split_into_shards
 from opslot.models import trained_config
+from opslot.models._multimodal.placeholders import PlaceholderCheck
 from opslot.trainer.processors import load_processor, multimodal_class
 from tests.processors import write_checkpoint
 from tests.trainer.test_processors import QUICK, SLOW, kinds_of
@@ -106,7 +107,12 @@ def checkpoint(family, folder):
         config = trained_config(config, name)
         name = multimodal_class(config)
     processor.tokenizer.chat_template = processor.chat_template
-    return MultimodalEncoder(processor, config, RopePositions(config, name), 8192), other
+    positions = RopePositions(config, name)
+    if getattr(other, "return_mm_token_type_ids", None) is False:
+        # Cosmos 3 Edge's model needs them.
+        other.return_mm_token_type_ids = True
+    check = PlaceholderCheck(positions)
+    return MultimodalEncoder(processor, config, positions, 8192, check_features=check), other
 
 
 @pytest.mark.quick("gemma3", "llava_next", "qwen3_vl")
@@ -150,3 +156,14 @@ def test_samples_equal_apply_chat_template(family, tmp_path):
             if "audio_seqlens" in given:
                 given["audio_seqlens"] = given["audio_seqlens"].sum(-1)
             assert torch.equal(positions, module.get_rope_index(**given)[0][:, 0].long())
+
+
+def test_prompt_with_an_image_and_a_video_that_are_marked_with_one_token(tmp_path):
+    """Transformers' class takes images or videos in a batch."""
+    encoder, _ = checkpoint("glm4v", tmp_path)
+    write_media(tmp_path)
+    video = {"type": "video", "video": {"frames": ["1.png", "2.png"], "fps": 2}}
+    inputs = encoder.prompt([{"role": "user", "content": [image(3), video, text("what?")]}], tmp_path)
+    assert "pixel_values_videos" not in inputs
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
+    assert model.generate(**inputs, max_new_tokens=2, min_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2

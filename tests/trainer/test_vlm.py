@@ -492,6 +492,7 @@ def test_generate_about_an_image_equals_transformers(saved_model, capsys):
         ("audio", [], "--prompt with {path}: has audio, which Qwen3VLProcessor cannot process"),
         ("image", ["--raw"], "--image needs a chat turn, and --raw is given"),
         ("image", ["--image", "missing.png"], "--image: missing.png is not a file"),
+        ("image", ["--use-audio-in-video"], "Qwen3VLProcessor does not take the audio of videos"),
     ],
 )
 def test_generate_with_media_that_cannot_be_given_raises(saved_model, tmp_path, capsys, kind, more, message):
@@ -502,3 +503,18 @@ def test_generate_with_media_that_cannot_be_given_raises(saved_model, tmp_path, 
     given = ["generate", saved_model[0], "--prompt", "What?", "--device", "cpu", f"--{kind}", str(broken), *more]
     assert main(given) == 2
     assert message.format(path=broken) in capsys.readouterr().err
+
+
+def test_generate_with_a_limit_of_training(saved_model, monkeypatch, capsys):
+    from opslot.cli import main
+    from opslot.data.multimodal import samples
+
+    folder, image = saved_model
+    sizes = []
+    load = samples.load_image
+    monkeypatch.setattr(samples, "load_image", lambda *given: sizes.append(load(*given).size) or load(*given))
+    given = ["generate", folder, "--prompt", "What?", "--max-new-tokens", "1", "--device", "cpu"]
+    assert main([*given, "--image", image, "--max-pixels", "600"]) == 0
+    assert [width * height <= 600 for width, height in sizes] == [True]
+    assert main([*given, "--max-fps", "2"]) == 2
+    assert "--max-fps is of media, and none are given" in capsys.readouterr().err

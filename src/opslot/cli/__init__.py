@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from opslot import __version__
 from opslot._base.errors import OpslotError
-from opslot.cli.arguments import count, device, names, seed, temperature
+from opslot.cli.arguments import count, device, names, rate, seed, temperature
 from opslot.cli.bench import add_bench
 
 _Add = Callable[..., argparse.ArgumentParser]
@@ -161,6 +161,14 @@ def _add_generate(add: _Add) -> None:
             metavar="FILE",
             help="before every prompt, in the order given; may be repeated",
         )
+    generate.add_argument("--max-pixels", type=count, default=None, metavar="N", help="as data.max_pixels in training")
+    generate.add_argument(
+        "--max-frames", type=count, default=None, metavar="N", help="as data.max_frames in training; default 64"
+    )
+    generate.add_argument("--max-fps", type=rate, default=None, metavar="R", help="as data.max_fps in training")
+    generate.add_argument(
+        "--use-audio-in-video", action="store_true", help="as data.use_audio_in_video in training (omni models)"
+    )
     generate.add_argument("--system", default=None, help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
     generate.add_argument("--max-new-tokens", type=count, default=256, metavar="N", help="default 256")

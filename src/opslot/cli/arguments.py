@@ -37,6 +37,13 @@ def temperature(text: str) -> float:
     return number
 
 
+def rate(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
+    return number
+
+
 # Named in argparse's error for text that is not a number.
 count.__name__ = seed.__name__ = "integer"
-temperature.__name__ = "number"
+temperature.__name__ = rate.__name__ = "number"

@@ -22,6 +22,7 @@ def run(options: argparse.Namespace) -> int:
 
     from opslot._base.device import best_device, usable_device
     from opslot.data.encoder import SampleError
+    from opslot.data.multimodal.media import Limits
     from opslot.data.tokenizer import load_tokenizer
     from opslot.models import load_config
     from opslot.trainer.generating import answer_about_media, generate_answers, media_encoder
@@ -41,11 +42,25 @@ def run(options: argparse.Namespace) -> int:
     media = options.media or []
     if media and raw:
         raise ConfigError(f"--{media[0][0]} needs a chat turn, and --raw is given", hint="leave out --raw")
+    limits = {name: getattr(options, name) for name in ("max_pixels", "max_frames", "max_fps")}
+    settings = {**limits, "use_audio_in_video": options.use_audio_in_video or None}
+    if not media and (given := next((name for name, value in settings.items() if value is not None), None)):
+        raise ConfigError(
+            f"--{given.replace('_', '-')} is of media, and none are given", hint="give --image or --video"
+        )
     for kind, path in media:
         if not Path(path).is_file():
             raise ConfigError(f"--{kind}: {path} is not a file", hint="give the path of a file")
     config = load_config(base, trust_remote_code=options.trust_remote_code)
-    encoder = media_encoder(model, config, trust_remote_code=options.trust_remote_code) if media else None
+    encoder = None
+    if media:
+        encoder = media_encoder(
+            model,
+            config,
+            Limits(**{name: value for name, value in limits.items() if value is not None}),
+            options.use_audio_in_video,
+            trust_remote_code=options.trust_remote_code,
+        )
     logging.disable_progress_bar()
     loaded = _load(model, base, config, options.trust_remote_code).to(target).eval()
     torch.manual_seed(options.seed)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot.data.content_forms import ContentForms
+from opslot.data.multimodal.media import Limits
 from opslot.data.multimodal.processor_call import special_tokens_option
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.data.multimodal.token_templates import encoder_class, renders_tokens
@@ -83,24 +84,41 @@ def answer_about_media(
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": [*parts, {"type": "text", "text": prompt}]})
     given = encoder.prompt(messages, Path())
-    inputs = {name: x.to(device, model.dtype if x.is_floating_point() else None) for name, x in given.items()}
+    inputs: dict[str, Any] = {name: _moved(value, device, model.dtype) for name, value in given.items()}
     return _answer(model, encoder.tokenizer, inputs, max_new_tokens, sampling)
 
 
-def media_encoder(folder: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> MultimodalEncoder:
+def _moved(value: Any, device: torch.device | str | None, dtype: torch.dtype) -> Any:
+    """A tensor on the device, floats in a dtype; other values as they are."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device, dtype if value.is_floating_point() else None)
+
+
+def media_encoder(
+    folder: str,
+    config: PreTrainedConfig,
+    limits: Limits | None = None,
+    use_audio_in_video: bool = False,
+    *,
+    trust_remote_code: bool = False,
+) -> MultimodalEncoder:
     """The encoder of prompts for a model with this config.
 
     Args:
         folder: has the processor.
+        limits, use_audio_in_video: as in `MultimodalEncoder`.
 
     Raises:
-        ConfigError: no processor, or a model without encoders.
+        ConfigError: no processor, a model without encoders, or audio of videos with a processor that does not take it.
     """
     processor: Any = load_processor(folder, trust_remote_code=trust_remote_code)
     if getattr(processor, "chat_template", None):
         processor.tokenizer.chat_template = processor.chat_template
     positions = rope_positions(config)
-    return encoder_class(processor.tokenizer)(processor, positions.config, positions, 0)
+    return encoder_class(processor.tokenizer)(processor, positions.config, positions, 0, limits, use_audio_in_video)
 
 
 def _answer(

@@ -133,7 +133,8 @@ class RunData:
         counts: Counter[str] = sum((corpus.sample_counts() for corpus in self.corpora), Counter())
         done = {
             "truncated": "cut to data.max_seq_len",
-            "tag": "with <image>, <video> or <audio> as text, for lack of a column images, videos or audios",
+            "tag": "with <image>, <video> or <audio> as text, which stands for none of a column",
+            "unnamed media": "with the media of columns at the start of the first user's turn, for lack of tags",
         }
         return "".join(f"; {count:,} samples {done.get(what, f'left out: {what}')}" for what, count in counts.items())
 

@@ -213,7 +213,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def value_of(source: Any) -> Any:
-    """What a source consists of: a mapping's first known key that is set."""
+    """What a source consists of: a mapping's first known key that is set, which may hold another source."""
     if isinstance(source, Mapping):
         key = next((key for key in _KEYS if source.get(key) is not None), None)
         if key is None:
@@ -222,7 +222,8 @@ def value_of(source: Any) -> Any:
             )
         if key == "base64" and not str(source[key]).startswith("data:"):
             return f"data:;base64,{source[key]}"
-        return source[key]
+        # A member of a tar file, in place of its name.
+        return value_of(source[key])
     return source
 
 

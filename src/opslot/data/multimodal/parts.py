@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from opslot.data.multimodal.media import KINDS, MediaError
 # Columns that hold the media of all messages in their order, as LLaMA-Factory, ms-swift and TRL read them.
 COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 _TAG = re.compile(r"<(image|video|audio)>")
+# Whose turns the columns of texts are.
+_SPEAKER = {"prompt": "user", "completion": "assistant"}
 _SOURCES = ("path", "url", "bytes", "base64", "array", "frames", "file")
 # Settings of a part that qwen-vl-utils applies, and the field for all samples.
 _SETTINGS = {
@@ -21,13 +24,16 @@ _SETTINGS = {
 }
 
 
-def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """The record with parts {"type": "image"} for media, and (kind, source) of each in order.
+def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any], list[tuple[str, Any]], bool]:
+    """The record with parts {"type": "image"} for media, (kind, source) of each in order, and whether the messages name
+    none of the media of columns.
 
     A part is {"type": "image", "image": SOURCE}, {"type": "image", "path": ...} (or bytes, base64, array), {"type":
     "image_url", "image_url": {"url": ...}} and the like, or {"type": "image"} for the next of the column `images`, with
-    "index" for the one with that number. In a string, <image>, <video> and <audio> also stand for the next of a column,
-    if the record has that column; in other turns than a user's, those that are left over are text.
+    "index" for the one with that number. In a text, <image>, <video> and <audio> also stand for the next of a column,
+    if the record has that column; in other turns than a user's, those that are left over are text, and so are all of
+    them in text parts beside parts {"type": "image"} of the column. Where the messages have none of these, the media of
+    the columns are at the start of the first user's turn.
 
     Args:
         form: the first column of the conversation.
@@ -38,21 +44,21 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
     queues = {kind: _Column(given) for kind in KINDS if (given := _column(record, kind)) is not None}
     media: list[tuple[str, Any]] = []
     columns = ("prompt", "completion") if form == "prompt" else (form,)
-    changed = dict(record)
+    changed = {**record, **{column: _turns(record[column], column) for column in columns if column in record}}
+    lists = [changed[column] for column in columns if isinstance(changed.get(column), list)]
+    for kind in _kinds_of_parts(lists) & queues.keys():
+        queues[kind].has_parts = True
     for column in columns:
-        value = record.get(column)
-        if isinstance(value, str) and form != "prompt":
-            try:
-                value = json.loads(value)
-            except ValueError:
-                continue
-        if isinstance(value, str):
+        value = changed.get(column)
+        if isinstance(value, str) and column in _SPEAKER:
             parts = _of_text(value, queues, media, column == "prompt")
             if parts != value:
-                role = "user" if column == "prompt" else "assistant"
-                changed[column] = [{"role": role, "content": parts}]
+                changed[column] = [{"role": _SPEAKER[column], "content": parts}]
         elif isinstance(value, list):
             changed[column] = [_of_message(message, queues, media) for message in value]
+    is_unnamed = not media and any(queues.values())
+    if is_unnamed:
+        media = _put_first(changed, columns, queues)
     if form == "prompt" and isinstance(changed.get("prompt"), list) and isinstance(changed.get("completion"), str):
         changed["completion"] = [{"role": "assistant", "content": changed["completion"]}]
     left = [f"{len(queue)} more of {kind}" for kind, queue in queues.items() if queue]
@@ -61,21 +67,63 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
             f"the columns of media have {' and '.join(left)} than the messages use; add <image>, <video> or <audio> "
             'to the text, or parts {"type": "image"}'
         )
-    return changed, media
+    return changed, media, is_unnamed
+
+
+def _turns(value: Any, column: str) -> Any:
+    """Messages that are JSON text as a list; other values as they are."""
+    if not isinstance(value, str) or column in _SPEAKER:
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _kinds_of_parts(lists: list[list[Any]]) -> set[str]:
+    """Kinds of media of which a message has a part without a source, which stands for one of a column."""
+    contents = [_content(message)[1] for messages in lists for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+    given = ({key: value for key, value in part.items() if value is not None} for part in parts)
+    return {kind for part in given if (kind := part.get("type")) in KINDS and _source(part, kind) is None}
+
+
+def _put_first(changed: dict[str, Any], columns: Sequence[str], queues: dict[str, _Column]) -> list[tuple[str, Any]]:
+    """The media of all columns, which are put at the start of the first user's turn, as TRL and ms-swift put them; none
+    without a user's turn."""
+    first = changed.get(columns[0])
+    if isinstance(first, str) and columns[0] in _SPEAKER:
+        first = [{"role": _SPEAKER[columns[0]], "content": first}]
+    turns = first if isinstance(first, list) else []
+    number = next((i for i, message in enumerate(turns) if isinstance(message, Mapping) and _is_by_user(message)), None)
+    if number is None:
+        return []
+    key, content = _content(turns[number])
+    text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+    media = [(kind, queue.take()) for kind, queue in queues.items() for _ in range(len(queue))]
+    parts = [{"type": kind} for kind, _ in media]
+    changed[columns[0]] = [*turns[:number], {**turns[number], key: [*parts, *text]}, *turns[number + 1 :]]
+    return media
 
 
 def has_unused_tag(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether <image>, <video> or <audio> is text in a user's turn, since the record has no column for it."""
-    contents = (message.get("content") for message in messages if message.get("role") == "user")
-    return any(isinstance(content, str) and _TAG.search(content) for content in contents)
+    """Whether <image>, <video> or <audio> is text in a user's turn."""
+    contents = [message.get("content") for message in messages if message.get("role") == "user"]
+    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping))
+    texts = [*contents, *(part.get("text") for part in parts)]
+    return any(isinstance(text, str) and _TAG.search(text) for text in texts)
 
 
 def _column(record: Mapping[str, Any], kind: str) -> list[Any] | None:
     for name in (f"{kind}s", kind):
         value = record.get(name)
+        if isinstance(value, str) and value.startswith("["):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
         if value is not None:
             several = isinstance(value, list) and (name == f"{kind}s" or _holds_sources(value, kind))
-            return list(value) if several else [value]
+            # Text beside images may have null, or no path.
+            return [item for item in (value if several else [value]) if item is not None and item != ""]
     return None
 
 
@@ -85,10 +133,15 @@ def _holds_sources(value: list[Any], kind: str) -> bool:
 
 
 class _Column:
-    """The media of a column, which messages use one after the other, or by number."""
+    """The media of a column, which messages use one after the other, or by number.
+
+    Attributes:
+        has_parts: parts of messages stand for them, so that tags in other parts are text.
+    """
 
     def __init__(self, sources: list[Any]) -> None:
         self.sources = sources
+        self.has_parts = False
         self.unused = [*range(len(sources))]
 
     def __len__(self) -> int:
@@ -107,14 +160,32 @@ class _Column:
 def _of_message(message: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]) -> Any:
     if not isinstance(message, Mapping):
         return message
-    key = "content" if message.get("content") is not None else "value"
-    content = message.get(key)
+    key, content = _content(message)
+    by_user = _is_by_user(message)
     if isinstance(content, str):
-        by_user = (message.get("role") or message.get("from")) in ("user", "human")
         return {**message, key: _of_text(content, queues, media, by_user)}
     if not isinstance(content, list):
         return dict(message)
-    return {**message, key: [_of_part(part, queues, media) for part in content]}
+    parts = []
+    for part in content:
+        found = _of_part(part, queues, media)
+        if found["type"] == "text":
+            tagged = {kind: queue for kind, queue in queues.items() if not queue.has_parts}
+            text = _of_text(found["text"], tagged, media, by_user)
+            parts += text if isinstance(text, list) else [found]
+        else:
+            parts.append(found)
+    return {**message, key: parts}
+
+
+def _content(message: Mapping[str, Any]) -> tuple[str, Any]:
+    """The key and the content of a message."""
+    key = "content" if message.get("content") is not None else "value"
+    return key, message.get(key)
+
+
+def _is_by_user(message: Mapping[str, Any]) -> bool:
+    return (message.get("role") or message.get("from")) in ("user", "human")
 
 
 def _of_text(text: str, queues: dict[str, _Column], media: list[tuple[str, Any]], by_user: bool) -> Any:
@@ -143,6 +214,9 @@ def _of_part(part: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]
     if not isinstance(part, Mapping):
         raise MediaError(f"a part of a message must be an object with type, found {part!r}"[:200])
     known = {key: value for key, value in part.items() if value is not None}
+    if "sample_fps" in known:
+        # The rate of a list of frames in qwen-vl-utils.
+        known["fps"] = known.pop("sample_fps")
     kind = _kind(known)
     if other := next((name for name in ("text", *KINDS) if name != kind and known.get(name)), None):
         raise MediaError(f"a part of type {kind} has {other} too; make it two parts")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from opslot._base.source import source_of
 from opslot.data.multimodal.media import Video
 
+# Of tokens, in `mm_token_type_ids`: 0 is text and 2 a video.
+_TYPE_OF_IMAGE = 1
 # What processors raise for input that they do not take.
 REJECTED = (
     ValueError,
@@ -110,6 +112,20 @@ def audio_without_tokens(extractor: Any, audio: Sequence[Any], token: str, text:
     return f"has audio of {seconds:.3f} s, which is too short for a feature of the model; leave it out"
 
 
+def settings_of(processor: Any) -> list[str]:
+    """The settings of a processor without those of its tokenizer, in a fixed order."""
+    # Where the processor was read from does not matter.
+    return sorted(map(repr, _flat({name: value for name, value in processor.to_dict().items() if name != "tokenizer"})))
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}")
+    else:
+        yield name, repr(value)
+
+
 def source_has(processor: type, name: str) -> bool:
     """Whether Transformers' code of a processor has a name."""
     theirs = (cls for cls in processor.__mro__ if cls.__module__.startswith("transformers"))
@@ -197,4 +213,6 @@ def videos_as_images(inputs: dict[str, torch.Tensor], kinds: Sequence[str]) -> d
             parts[kind] = zip(inputs[pixels].split(grid.prod(-1).tolist()), frames, strict=True)
     ordered = [next(parts[kind]) for kind in kinds if kind in parts]
     patches, grids = zip(*ordered, strict=True)
+    if (types := left.get("mm_token_type_ids")) is not None:
+        left["mm_token_type_ids"] = types.clamp(max=_TYPE_OF_IMAGE)
     return {**left, "pixel_values": torch.cat(patches), "image_grid_thw": torch.cat(grids)}

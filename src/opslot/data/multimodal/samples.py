@@ -35,6 +35,7 @@ from opslot.data.multimodal.processor_call import (
     audio_without_tokens,
     call_processor,
     cut_audio,
+    settings_of,
     source_has,
     special_tokens_option,
     videos_as_images,
@@ -110,15 +111,12 @@ class MultimodalEncoder(ChatEncoder):
         )
 
     def identity(self) -> dict[str, Any]:
-        known = self.processor.to_dict()
-        # The tokenizer has its own entry, and where the processor was read from does not matter.
-        settings = {name: value for name, value in known.items() if name != "tokenizer"}
         audio = {"data.use_audio_in_video": True} if self.use_audio_in_video else {}
         return {
             **super().identity(),
             **audio,
             "task": "vlm",
-            "processor": f"content {digest(repr(sorted(map(repr, _flat(settings)))))}",
+            "processor": f"content {digest(repr(settings_of(self.processor)))}",
             "data.max_pixels": self.limits.max_pixels,
             "data.max_frames": self.limits.max_frames,
             **({} if self.limits.max_fps is None else {"data.max_fps": self.limits.max_fps}),
@@ -127,13 +125,14 @@ class MultimodalEncoder(ChatEncoder):
     def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
         record, form = self._checked(where, record)
         try:
-            record, media = separate_media(record, form)
+            record, media, is_unnamed = separate_media(record, form)
         except MediaError as error:
             raise SampleError(str(error)) from error
         rendered = self._render_record(record, form)
         tagged = any(has_unused_tag(sample.messages) for sample in rendered)
-        # A tag is counted once for a record, whatever its number of samples.
-        return [(*self._document(where, each, media), tagged and each is rendered[0]) for each in rendered]
+        notes = [name for name, holds in (("tag", tagged), ("unnamed media", is_unnamed)) if holds]
+        # A record counts once, whatever its number of samples.
+        return [(*self._document(where, each, media), notes if each is rendered[0] else []) for each in rendered]
 
     def size_of(self, sample: Any) -> int:
         return self.batch_size
@@ -143,9 +142,8 @@ class MultimodalEncoder(ChatEncoder):
     ) -> Iterator[MediaDocument]:
         """Media are never cut."""
         limits = {"video": "data.max_frames or data.max_pixels", "image": "data.max_pixels"}
-        for where, (document, kinds, tagged) in batch:
-            if tagged:
-                counts["tag"] += 1
+        for where, (document, kinds, notes) in batch:
+            counts.update(notes)
             fix = next((f"lower {limit}, " for kind, limit in limits.items() if kind in kinds), "")
             cut = document.tokens["token"][self.max_seq_len :]
             can_truncate = not np.isin(cut, self.media_tokens).any()
@@ -192,7 +190,7 @@ class MultimodalEncoder(ChatEncoder):
         document = MediaDocument(tokens, to_bytes(description), self.cost(inputs))
         return document, {kind for kind, _ in used}
 
-    def prompt(self, messages: Sequence[Message], folder: Path) -> dict[str, torch.Tensor]:
+    def prompt(self, messages: Sequence[Message], folder: Path) -> dict[str, Any]:
         """What the processor returns for a conversation that the model is to answer: inputs of `generate`.
 
         Args:
@@ -203,12 +201,16 @@ class MultimodalEncoder(ChatEncoder):
             SampleError: media that cannot be read, or input that the chat template or the processor rejects.
         """
         try:
-            record, media = separate_media({"messages": list(messages)}, "messages")
+            record, media, _ = separate_media({"messages": list(messages)}, "messages")
         except MediaError as error:
             raise SampleError(str(error)) from error
         turns = record["messages"]
         description = {"folder": str(folder), "text": self._prompt_text(turns), "media": media_of(turns, media)}
-        return self._process(description, *self._load(description))[0]
+        loaded, tracks = self._load(description)
+        inputs, _ = self._process(description, loaded, tracks)
+        if self._marks_videos_as_images(inputs["input_ids"][0], inputs):
+            inputs = videos_as_images(inputs, [kind for kind, _ in description["media"]])
+        return {**inputs, **_settings_of_model(tracks)}
 
     def _prompt_text(self, messages: list[Message]) -> str:
         if not self.plain:
@@ -312,9 +314,8 @@ class MultimodalEncoder(ChatEncoder):
     ) -> torch.Tensor:
         """int64 [axes, S] for the tokens [S] of a sample with what the processor returned."""
         found = {name: value for name, value in inputs.items() if name not in _OWN}
-        has_tracks = any(track is not None for track in tracks)
         try:
-            return self.positions(ids, {**found, "use_audio_in_video": True} if has_tracks else found)
+            return self.positions(ids, {**found, **_settings_of_model(tracks)})
         except REJECTED as error:
             raise SampleError(
                 f"the model computes no position ids for it: {error}; the chat template must separate its images and "
@@ -492,9 +493,6 @@ class MultimodalEncoder(ChatEncoder):
         return token is None or bool((ids == token).any())
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}")
-    else:
-        yield name, repr(value)
+def _settings_of_model(tracks: Sequence[int | None]) -> dict[str, Any]:
+    """What a model computes positions by, beside the processor's outputs, for a sample with these tracks of videos."""
+    return {"use_audio_in_video": True} if any(track is not None for track in tracks) else {}
