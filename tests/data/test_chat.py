@@ -305,6 +305,29 @@ def test_bad_instructions(chat_tokenizer, tmp_path, change, message):
         encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{**record, **change}])
 
 
+def test_texts_equal_messages(chat_tokenizer, tmp_path):
+    texts = [{"user": "hi", "assistant": "hello", "source": "web"}, {"user": "bye", "assistant": "see you"}]
+    messages = [{"role": role, "content": pair[role]} for pair in texts for role in ("user", "assistant")]
+    encoder = encoder_of(chat_tokenizer, CHATML)
+    given = {"texts": texts, "system": "be brief", "source": "all"}, {"messages": messages, "system": "be brief"}
+    (found,), (expected,) = (encode(encoder, tmp_path, [each])[0] for each in given)
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["hi", "hello"], "texts must be a list of objects with user and assistant, found a list"),
+        ([], "texts must be a list of objects with user and assistant, found a list"),
+        ([{"user": "hi"}], "texts[0].assistant: the assistant's turn is empty"),
+        ([{"user": 3, "assistant": "hello"}], "texts[0].user: content must be a string, found a int"),
+    ],
+)
+def test_bad_texts(chat_tokenizer, tmp_path, texts, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{"texts": texts}])
+
+
 @pytest.mark.parametrize("completion", [5, [{"role": "assistant", "content": "x"}]])
 def test_text_beside_messages_raises(chat_tokenizer, tmp_path, completion):
     records = [{"prompt": "hi", "completion": "x"}, {"prompt": "hi", "completion": completion}]

@@ -126,6 +126,16 @@ def test_instruction_with_an_image(encoder_of, tmp_path):
     assert encoder.media_tokens[0] in found.tokens["token"]
 
 
+def test_texts_with_an_image(encoder_of, tmp_path):
+    encoder, images = encoder_of(), [png(tmp_path).name]
+    record = {"images": images, "texts": [{"user": "what?", "assistant": "one"}, {"user": "sure?", "assistant": "yes"}]}
+    turns = [("user", "<image>what?"), ("assistant", "one"), ("user", "sure?"), ("assistant", "yes")]
+    messages = {"messages": [{"role": role, "content": text} for role, text in turns], "images": images}
+    (found,), (expected,) = (encode(encoder, write(tmp_path, each))[0] for each in (record, messages))
+    assert np.array_equal(found.tokens, expected.tokens)
+    assert encoder.media_tokens[0] in found.tokens["token"]
+
+
 @pytest.mark.parametrize("in_template", [False, True])
 @pytest.mark.parametrize("images", [0, 2])
 def test_special_tokens_are_those_of_the_processor(encoder_of, tmp_path, images, in_template):

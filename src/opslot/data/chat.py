@@ -39,8 +39,8 @@ from opslot.data.records import FileColumns, Location, columns_in, lone_surrogat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
-_KNOWN = "messages, conversations, prompt and completion, or instruction and output"
+_FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("texts",))
+_KNOWN = "messages, conversations, prompt and completion, instruction and output, or texts"
 # Read where a file has them.
 _OPTIONAL = ("system", "tools", "input", "history")
 # Roles of ShareGPT.
@@ -147,7 +147,7 @@ class ChatEncoder(SampleEncoder):
         return self._render_record(*self._checked(where, record))
 
     def _checked(self, where: Location, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-        """The record, with an instruction as messages, and the first column of its conversation."""
+        """The record, with an instruction or texts as messages, and the first column of its conversation."""
         columns = self.columns[where.file]
         form = next(form for form in _FORMS if form[0] == columns[0])
         missing = [name for name in form if record.get(name) is None]
@@ -156,6 +156,8 @@ class ChatEncoder(SampleEncoder):
             raise SampleError(f"no {' and no '.join(missing)}, which the file's first record has; it has {has}")
         if form[0] == "instruction":
             return {**record, "messages": _instruction(record)}, "messages"
+        if form[0] == "texts":
+            return {**record, "messages": _pairs(record["texts"])}, "messages"
         return record, form[0]
 
     def _render_record(self, record: Mapping[str, Any], form: str) -> list[Rendered]:
@@ -361,6 +363,19 @@ def _instruction(record: Mapping[str, Any]) -> list[Message]:
             raise SampleError(f"{name} must be a string, found {_shown(text)}")
     question = "\n".join(part for part in (instruction, given) if part)
     turns += [("user", "instruction", question), ("assistant", "output", record["output"])]
+    return [_message({"role": role, "content": text}, name) for role, name, text in turns]
+
+
+def _pairs(texts: Any) -> list[Message]:
+    """The messages of FineVision's and The Cauldron's column: a list of {user, assistant}.
+
+    Raises:
+        SampleError: a column with another type.
+    """
+    texts = _parsed(texts, "texts")
+    if not isinstance(texts, list) or not texts or not all(isinstance(pair, Mapping) for pair in texts):
+        raise SampleError(f"texts must be a list of objects with user and assistant, found {_shown(texts)}")
+    turns = [(role, f"texts[{i}].{role}", pair.get(role)) for i, pair in enumerate(texts) for role in _TURNS]
     return [_message({"role": role, "content": text}, name) for role, name, text in turns]
 
 

@@ -126,7 +126,7 @@ def text_of(record: Mapping[str, Any], text_field: str) -> tuple[str, str | None
     if text_field not in record:
         fields = ", ".join(map(str, record)) or "none"
         fix = "Set data.text_field to the field that holds the text"
-        if not record.keys().isdisjoint(("messages", "conversations", "completion", "instruction")):
+        if not record.keys().isdisjoint(("messages", "conversations", "completion", "instruction", "texts")):
             fix = "For chats, set task: sft"
         return "", f"no field {text_field!r}; it has {fields}. {fix}"
     text = record[text_field]
