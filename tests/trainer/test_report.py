@@ -66,6 +66,13 @@ def test_report_of_a_run(train, settings, tmp_path, capsys):
     assert found.references == []
 
 
+def test_prompts_have_the_names_of_their_media(run, tmp_path):
+    write_metrics(run, 3)
+    (run / "samples.jsonl").write_text('{"step": 2, "prompt": "what?", "media": ["a.png", "b.mp4"], "answer": "one"}\n')
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    assert "a.png\nb.mp4\nwhat?" in Page((tmp_path / "page.html").read_text()).text
+
+
 def test_names_and_samples_are_escaped(run, tmp_path):
     write_metrics(run, 3)
     (run / "samples.jsonl").write_text('broken\n{"step": 2, "prompt": "<script>", "answer": "a"}\n')

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from opslot._base.errors import ConfigError, DataError
 from opslot.distributed import destroy_parallel_state
-from opslot.trainer.callbacks.writers import read_metrics
+from opslot.trainer.callbacks.writers import SAMPLES_FILE, read_lines, read_metrics
 from opslot.verify.tiny import tiny_config
 from tests.multimodal import draw, write_model, write_samples
 from tests.trainer.runs import trainer_of
@@ -459,18 +459,14 @@ def saved_model(tmp_path):
     return folder, str(draw(tmp_path / "circle.png", 1))
 
 
-def test_generate_about_an_image_equals_transformers(saved_model, capsys):
+def answer_of_transformers(folder, image, text, max_new_tokens):
+    """Without sampling, about an image before the text."""
     from transformers import AutoModelForImageTextToText
 
-    from opslot.cli import main
     from opslot.trainer.processors import load_processor
 
-    folder, image = saved_model
-    given = ["generate", folder, "--prompt", "What is it?", "--max-new-tokens", "6", "--device", "cpu"]
-    assert main([*given, "--image", image]) == 0
-    found = capsys.readouterr().out
     processor = load_processor(folder)
-    parts = [{"type": "image", "path": image}, {"type": "text", "text": "What is it?"}]
+    parts = [{"type": "image", "path": image}, {"type": "text", "text": text}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": parts}],
         add_generation_prompt=True,
@@ -480,9 +476,59 @@ def test_generate_about_an_image_equals_transformers(saved_model, capsys):
     )
     assert "pixel_values" in inputs
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval()
-    output = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    expected = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert found == f"{expected}\n"
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    return processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_generate_about_an_image_equals_transformers(saved_model, capsys):
+    from opslot.cli import main
+
+    folder, image = saved_model
+    given = ["generate", folder, "--prompt", "What is it?", "--max-new-tokens", "6", "--device", "cpu"]
+    assert main([*given, "--image", image]) == 0
+    assert capsys.readouterr().out == f"{answer_of_transformers(folder, image, 'What is it?', 6)}\n"
+
+
+def test_prompts_of_the_evaluation_with_an_image(vlm_settings, tmp_path, train):
+    image = str(draw(tmp_path / "circle.png", 1))
+    vlm_settings["train"] |= {"eval_steps": 2, "max_steps": 2}
+    prompts = [{"text": "What is it?", "images": [image]}, "What is it?"]
+    vlm_settings["evaluation"] = {"prompts": prompts, "max_new_tokens": 6}
+    code, out, err = train()
+    assert code == 0, err
+    first, second = read_lines(tmp_path / "out" / SAMPLES_FILE)
+    expected = answer_of_transformers(tmp_path / "out" / "hf", image, "What is it?", 6)
+    assert first == {"step": 2, "prompt": "What is it?", "media": [image], "answer": expected}
+    assert second["prompt"] == "What is it?"
+    assert "media" not in second
+    assert f"  'What is it?' ({image}) -> {expected!r}" in out
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"text": "What?", "images": ["missing.png"]}, "evaluation.prompts[0], 'What?' (missing.png): "),
+        ({"text": "What?", "audios": ["missing.wav"]}, "has audio, which Qwen3VLProcessor cannot process"),
+        ({"text": "What?", "image": ["a.png"]}, "evaluation.prompts[0] has image; beside text, known are images"),
+        ({"text": "What?", "images": "a.png"}, "evaluation.prompts[0] has images that is not a list of paths"),
+        ({"images": ["a.png"]}, "evaluation.prompts[0] is neither a text nor a mapping with text"),
+    ],
+)
+def test_bad_prompts_of_the_evaluation_raise(vlm_settings, tmp_path, train, prompt, message):
+    vlm_settings["train"]["eval_steps"] = 2
+    vlm_settings["evaluation"] = {"prompts": [prompt]}
+    code, _, err = train()
+    assert code == 2
+    assert message in err
+    assert not read_metrics(tmp_path / "out")
+
+
+def test_prompts_with_media_in_another_task_raise(settings, train):
+    settings["train"]["eval_steps"] = 2
+    settings["evaluation"] = {"prompts": [{"text": "What?", "images": ["a.png"]}]}
+    code, _, err = train()
+    assert code == 2
+    assert "evaluation.prompts[0] has media, and task is pretrain" in err
 
 
 @pytest.mark.parametrize(

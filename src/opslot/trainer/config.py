@@ -267,8 +267,9 @@ class EvaluationConfig:
     """What an evaluation (every `train.eval_steps` steps) does besides the loss.
 
     Args:
-        prompts: prompts to generate from; the answers are printed and written to samples.jsonl. For task sft each is a
-            user's turn.
+        prompts: prompts to generate from; the answers are printed and written to samples.jsonl. For tasks sft and vlm
+            each is a user's turn; for task vlm also a mapping such as {text: What is it?, images: [shapes.png]}, with
+            paths of images, videos and audios that come before the text.
         max_new_tokens: tokens to generate for each prompt.
         best_metric: metric that decides which evaluation is the best; loss is minimized, accuracy and f1 are maximized.
         save_best: export the model of the best evaluation to <output_dir>/hf_best; default if
@@ -276,7 +277,7 @@ class EvaluationConfig:
         early_stopping_patience: end the run after this many evaluations in a row without an improvement.
     """
 
-    prompts: list[str] | None = None
+    prompts: list[str | dict[str, Any]] | None = None
     max_new_tokens: int = 64
     best_metric: Literal["loss", "accuracy", "f1"] = "loss"
     save_best: bool | None = None

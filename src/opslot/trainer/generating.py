@@ -80,12 +80,16 @@ def answer_about_media(
     Raises:
         SampleError: media that cannot be read, or that the processor or the chat template rejects.
     """
-    parts = [{"type": kind, "path": path} for kind, path in media]
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": [*parts, {"type": "text", "text": prompt}]})
-    given = encoder.prompt(messages, Path())
+    given = encoder.prompt(conversation(prompt, media, system), Path())
     inputs: dict[str, Any] = {name: _moved(value, device, model.dtype) for name, value in given.items()}
     return _answer(model, encoder.tokenizer, inputs, max_new_tokens, sampling)
+
+
+def conversation(text: str, media: Sequence[tuple[str, str]], system: str | None = None) -> list[dict[str, Any]]:
+    """The messages of a user's turn with media, as (kind, path), before the text."""
+    parts = [{"type": kind, "path": path} for kind, path in media]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
 def _moved(value: Any, device: torch.device | str | None, dtype: torch.dtype) -> Any:

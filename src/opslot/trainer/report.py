@@ -258,12 +258,18 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     header = "<th>prompt</th><th>answer</th>"
     for step in sorted({sample["step"] for sample in samples}, reverse=True):
         rows = "".join(
-            f"<tr><td><pre>{escape(str(s['prompt']))}</pre></td><td><pre>{escape(str(s['answer']))}</pre></td></tr>"
+            f"<tr><td><pre>{escape(_prompt(s))}</pre></td><td><pre>{escape(str(s['answer']))}</pre></td></tr>"
             for s in samples
             if s["step"] == step
         )
         table = f'<div class="card"><table><tr>{header}</tr>{rows}</table></div>'
         yield table if step == last else f"<details><summary>step {step:,}</summary>{table}</details>"
+
+
+def _prompt(sample: Mapping[str, Any]) -> str:
+    """The prompt, after the names of its files."""
+    media = sample.get("media")
+    return "\n".join(map(str, [*(media if isinstance(media, list) else ()), sample["prompt"]]))
 
 
 def _read_json(path: Path) -> Any:

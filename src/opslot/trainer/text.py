@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from opslot.models.flop_modules import TOKENS
 from opslot.ops.cross_entropy_loss import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.generating import generate_answers
+from opslot.trainer.prompts import Prompt
 from opslot.trainer.run_data import CHAT_TASKS, RunData, check_answer_length, open_tokenizer, set_sample_length
 from opslot.trainer.setup import dtype_of_weights
 from opslot.trainer.validate import micro_batch_size
@@ -183,18 +184,24 @@ class TextTrainer(BaseTrainer):
             yield concurrent[own], own == self.state.dp_rank
 
     @torch.no_grad()
-    def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]:
+    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
         """The model's answer to each prompt, without sampling; every rank calls it."""
         with self._evaluating():
-            return generate_answers(
-                self.model,
-                self.tokenizer,
-                prompts,
-                max_new_tokens,
-                chat=self.config.task in CHAT_TASKS,
-                as_processor=self.processor is not self.tokenizer,
-                device=self.device,
-            )
+            return [self.answer(prompt, max_new_tokens) for prompt in prompts]
+
+    def answer(self, prompt: Prompt, max_new_tokens: int) -> str:
+        """The model's answer to one prompt."""
+        assert not prompt.media, "only task vlm has prompts with media"
+        (answer,) = generate_answers(
+            self.model,
+            self.tokenizer,
+            [prompt.text],
+            max_new_tokens,
+            chat=self.config.task in CHAT_TASKS,
+            as_processor=self.processor is not self.tokenizer,
+            device=self.device,
+        )
+        return answer
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

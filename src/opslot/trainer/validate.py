@@ -21,6 +21,7 @@ from opslot.trainer.optimizer_settings import check_optimizer
 from opslot.trainer.output_folder import check_output
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parallel_settings import check_cuda_graphs, check_data_parallel_mode
+from opslot.trainer.prompts import prompt_of, prompt_problem
 
 # NumPy seeds have 32 bits, and each rank adds its number.
 _SEEDS = 2**31
@@ -303,6 +304,11 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
             problems.append("task classification generates nothing; remove evaluation.prompts")
     elif evaluation.best_metric != "loss":
         problems.append(f"evaluation.best_metric={evaluation.best_metric} is for task classification; set it to loss")
+    for number, prompt in enumerate(evaluation.prompts or ()):
+        if problem := prompt_problem(prompt):
+            problems.append(f"evaluation.prompts[{number}] {problem}")
+        elif prompt_of(prompt).media and config.task != "vlm":
+            problems.append(f"evaluation.prompts[{number}] has media, and task is {config.task}; give a text alone")
     if evaluation.prompts and train.sp_size > 1:
         problems.append("evaluation.prompts does not support sequence parallelism; set train.sp_size: 1, or remove it")
     if train.eval_steps is None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
+from opslot.data.encoder import SampleError
 from opslot.data.loader import TokenLoader
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.models._multimodal.modalities import decoder_of, inlined_inputs
 from opslot.models._sequence.packing import packing_problem
 from opslot.models.flop_modules import FRAMES, PATCHES, TOKENS
+from opslot.trainer.generating import answer_about_media, conversation
 from opslot.trainer.processors import multimodal_class
+from opslot.trainer.prompts import Prompt, prompt_of
 from opslot.trainer.text import TextTrainer, rounded
 from opslot.trainer.validate import micro_batch_size
 
@@ -42,6 +46,7 @@ class VLMTrainer(TextTrainer):
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
         self._check_rows(model)
+        self._check_prompts()
         return model
 
     def _check_rows(self, model: PreTrainedModel) -> None:
@@ -56,6 +61,25 @@ class VLMTrainer(TextTrainer):
                 found=f"micro batches of {size} samples",
                 hint="set train.micro_batch_size: 1",
             )
+
+    def _check_prompts(self) -> None:
+        """Raise ConfigError for a prompt of the evaluation with media that the model does not take."""
+        for number, prompt in enumerate(map(prompt_of, self.config.evaluation.prompts or ())):
+            if not prompt.media:
+                continue
+            try:
+                self.encoder.prompt(conversation(prompt.text, prompt.media), Path())
+            except SampleError as error:
+                raise ConfigError(
+                    f"evaluation.prompts[{number}], {prompt.label}: {error}", hint="give files that this model takes"
+                ) from error
+
+    def answer(self, prompt: Prompt, max_new_tokens: int) -> str:
+        if not prompt.media:
+            return super().answer(prompt, max_new_tokens)
+        return answer_about_media(
+            self.model, self.encoder, prompt.text, prompt.media, max_new_tokens, device=self.device
+        )
 
     def set_costs(self) -> None:
         super().set_costs()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from opslot.trainer.best import BestEvaluation
 from opslot.trainer.config import RunConfig
+from opslot.trainer.prompts import Prompt
 from opslot.trainer.saver import CheckpointSaver
 
 
@@ -30,7 +32,7 @@ class Trainer(Protocol):
 
     def evaluate(self) -> dict[str, float]: ...
 
-    def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]: ...
+    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]: ...
 
     def stop_early(self) -> None: ...
 

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +15,7 @@ from typing import IO, Any
 from opslot._base.files import write_text
 from opslot.distributed import is_first_rank
 from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
+from opslot.trainer.prompts import Prompt, prompt_of
 
 METRICS_FILE = "metrics.jsonl"
 HF_FOLDER = "hf"
@@ -65,7 +67,7 @@ class EvaluationCallback(Callback):
         metrics = trainer.evaluate()
         record.extra |= metrics
         if options.prompts:
-            self._write_samples(trainer, record.step, options.prompts)
+            self._write_samples(trainer, record.step, [prompt_of(value) for value in options.prompts])
         patience = options.early_stopping_patience
         best = trainer.best.update(record.step, metrics)
         if best and (options.save_best if options.save_best is not None else patience is not None):
@@ -77,14 +79,16 @@ class EvaluationCallback(Callback):
             )
             trainer.stop_early()
 
-    def _write_samples(self, trainer: Trainer, step: int, prompts: list[str]) -> None:
+    def _write_samples(self, trainer: Trainer, step: int, prompts: Sequence[Prompt]) -> None:
         answers = trainer.generate(prompts, trainer.config.evaluation.max_new_tokens)
         if not is_first_rank():
             return
         with (trainer.output_dir / SAMPLES_FILE).open("a", encoding="utf-8") as file:
             for prompt, answer in zip(prompts, answers, strict=True):
-                file.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}, ensure_ascii=False) + "\n")
-                trainer.print(f"  {prompt!r} -> {answer!r}")
+                media = {"media": [path for _, path in prompt.media]} if prompt.media else {}
+                line = {"step": step, "prompt": prompt.text, **media, "answer": answer}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                trainer.print(f"  {prompt.label} -> {answer!r}")
 
 
 class MetricsCallback(Callback):
