@@ -17,8 +17,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from opslot._base.errors import ConfigError, DataError
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
-from opslot.data.multimodal import collation, processor_call, samples
+from opslot.data.multimodal import collation, loading, processor_call
 from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
+from opslot.data.multimodal.loading import MediaLoader
 from opslot.data.multimodal.media import Limits, from_bytes, load_image
 from opslot.data.multimodal.parts import separate_media
 from opslot.data.multimodal.rope_positions import RopePositions
@@ -517,17 +518,17 @@ def test_long_samples(encoder_of, tmp_path):
 
 
 def test_audio_tracks_are_passed_in_the_order_of_the_text(encoder_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(samples, "load_video", lambda source, *_: f"video {source}")
-    monkeypatch.setattr(samples, "load_audio", lambda source, *_: f"audio {source}")
+    monkeypatch.setattr(loading, "load_video", lambda source, *_: f"video {source}")
+    monkeypatch.setattr(loading, "load_audio", lambda source, *_: f"audio {source}")
     tracks = {"a": "track a", "b": "track b", "silent": None}
-    monkeypatch.setattr(samples, "load_audio_track", lambda source, *_: tracks[source])
+    monkeypatch.setattr(loading, "load_audio_track", lambda source, *_: tracks[source])
     encoder = encoder_of()
-    encoder.use_audio_in_video = True
+    encoder.loader.use_audio_in_video = True
     encoder.processor.video_processor = object()
     encoder.processor.feature_extractor = type("Extractor", (), {"sampling_rate": 16_000})
 
     def load(*used):
-        return encoder._load({"folder": str(tmp_path), "media": [list(item) for item in used]})
+        return encoder.loader.load(used, tmp_path)
 
     found, videos = load(("video", "a"), ("audio", "x"), ("video", "b"))
     assert videos == [0, None, 1]
@@ -544,9 +545,29 @@ def test_audio_tracks_are_passed_in_the_order_of_the_text(encoder_of, tmp_path, 
     assert "use_audio_in_video" not in encoder.prompt(turns, tmp_path)
 
 
-def test_processor_without_audio_of_videos_raises(encoder_of):
+def test_processor_without_audio_of_videos_raises(model):
     with pytest.raises(ConfigError, match="Qwen3VLProcessor does not take the audio of videos"):
-        encoder_of(use_audio_in_video=True)
+        MediaLoader(load_processor(model), use_audio_in_video=True)
+
+
+def test_relative_paths_start_in_the_folder_of_media(model, encoder_of, tmp_path):
+    folder = tmp_path / "images"
+    (folder / "train").mkdir(parents=True)
+    draw(folder / "train" / "1.png", 1)
+    file = write(tmp_path, {"messages": talk("train/1.png", answer="one")})
+    assert not encode(encoder_of(), file)[0]
+    loader = MediaLoader(load_processor(model), media_dir=str(folder))
+    encoder = encoder_of(loader=loader)
+    (document,), problems, _ = encode(encoder, file)
+    assert not problems
+    assert "pixel_values" in encoder.features(document.extra, tokens_of(document))
+    assert encoder.identity()["data.media_dir"] == str(folder)
+    assert "data.media_dir" not in encoder_of().identity()
+
+
+def test_missing_folder_of_media_raises(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"data.media_dir: .*missing is not a folder"):
+        MediaLoader(load_processor(model), media_dir=str(tmp_path / "missing"))
 
 
 def test_token_types_of_a_processor_that_returns_none_by_default(encoder_of, tmp_path, monkeypatch):

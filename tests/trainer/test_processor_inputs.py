@@ -120,7 +120,7 @@ def checkpoint(family, folder):
 def test_samples_equal_apply_chat_template(family, tmp_path):
     encoder, processor = checkpoint(family, tmp_path)
     write_media(tmp_path)
-    rate = getattr(encoder._component("audio"), "sampling_rate", None)
+    rate = getattr(encoder.loader.component("audio"), "sampling_rate", None)
     records = conversations(kinds_of(family), family)
     file = tmp_path / "chat.jsonl"
     file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in records))

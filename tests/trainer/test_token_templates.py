@@ -65,10 +65,10 @@ def voxtral(settings, tmp_path):
 
 
 def test_audio_is_decoded_once_to_tokenize_a_sample(voxtral, settings, tmp_path, monkeypatch):
-    from opslot.data.multimodal import samples
+    from opslot.data.multimodal import loading
 
-    decoded, load = [], samples.load_audio
-    monkeypatch.setattr(samples, "load_audio", lambda *given: decoded.append(given) or load(*given))
+    decoded, load = [], loading.load_audio
+    monkeypatch.setattr(loading, "load_audio", lambda *given: decoded.append(given) or load(*given))
     trainer = trainer_of(settings, tmp_path)
     audio = sum(b"tone.wav" in extra for i in range(len(trainer.train_set)) for extra in trainer.train_set.extras(i))
     assert audio

@@ -553,12 +553,12 @@ def test_generate_with_media_that_cannot_be_given_raises(saved_model, tmp_path, 
 
 def test_generate_with_a_limit_of_training(saved_model, monkeypatch, capsys):
     from opslot.cli import main
-    from opslot.data.multimodal import samples
+    from opslot.data.multimodal import loading
 
     folder, image = saved_model
     sizes = []
-    load = samples.load_image
-    monkeypatch.setattr(samples, "load_image", lambda *given: sizes.append(load(*given).size) or load(*given))
+    load = loading.load_image
+    monkeypatch.setattr(loading, "load_image", lambda *given: sizes.append(load(*given).size) or load(*given))
     given = ["generate", folder, "--prompt", "What?", "--max-new-tokens", "1", "--device", "cpu"]
     assert main([*given, "--image", image, "--max-pixels", "600"]) == 0
     assert [width * height <= 600 for width, height in sizes] == [True]

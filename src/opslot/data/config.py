@@ -41,6 +41,8 @@ class DataConfig:
         max_fps: frames per second that task vlm samples at most from a video; default all, up to max_frames. Most
             checkpoints were trained at 2.
         use_audio_in_video: read the audio tracks of videos too (omni models).
+        media_dir: folder where relative paths of images, videos and audio start in task vlm; default the folder of the
+            file that names them.
         sample_by: what a document is in a plain text file: the file (above 4 MiB it is split at ends of lines), a line,
             or a paragraph (up to a blank line).
         max_seq_len: tokens per sample; default 2048, or what the model, its tokenizer or `max_tokens_per_batch` allow
@@ -80,6 +82,7 @@ class DataConfig:
     max_frames: int = 64
     max_fps: float | None = None
     use_audio_in_video: bool = False
+    media_dir: str | None = None
     sample_by: Literal["document", "line", "paragraph"] = "document"
     max_seq_len: int | None = None
     max_tokens_per_batch: int | None = None

@@ -111,6 +111,7 @@ _FIELDS = {
     "probabilities": "data.train, a list of {path, weight}",
     "dataset_train_split": "data.train_path: the split's folder in a saved data set",
     "dataset_test_split": "data.eval_path: the split's folder in a saved data set",
+    "image_folder": "data.media_dir",
     "label_column_name": "data.label_field",
     "text_column_name": "data.text_field",
     "id2label": "data.label_names",

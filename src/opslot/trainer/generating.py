@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot.data.content_forms import ContentForms
+from opslot.data.multimodal.loading import MediaLoader
 from opslot.data.multimodal.media import Limits
 from opslot.data.multimodal.processor_call import special_tokens_option
 from opslot.data.multimodal.samples import MultimodalEncoder
@@ -113,7 +114,7 @@ def media_encoder(
 
     Args:
         folder: has the processor.
-        limits, use_audio_in_video: as in `MultimodalEncoder`.
+        limits, use_audio_in_video: as in `MediaLoader`.
 
     Raises:
         ConfigError: no processor, a model without encoders, or audio of videos with a processor that does not take it.
@@ -122,7 +123,8 @@ def media_encoder(
     if getattr(processor, "chat_template", None):
         processor.tokenizer.chat_template = processor.chat_template
     positions = rope_positions(config)
-    return encoder_class(processor.tokenizer)(processor, positions.config, positions, 0, limits, use_audio_in_video)
+    loader = MediaLoader(processor, limits, use_audio_in_video)
+    return encoder_class(processor.tokenizer)(processor, positions.config, positions, 0, loader)
 
 
 def _answer(

@@ -20,6 +20,7 @@ from opslot.data.loader import SampleLoader, TokenLoader
 from opslot.data.mixture import MixedDataset
 from opslot.data.multimodal.collation import MultimodalCollator
 from opslot.data.multimodal.encoder_cost import AudioRows
+from opslot.data.multimodal.loading import MediaLoader
 from opslot.data.multimodal.media import Limits
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.data.multimodal.token_templates import encoder_class
@@ -361,8 +362,12 @@ def _multimodal_encoder(
         positions.config,
         positions,
         data.sample_length,
-        Limits(data.max_pixels, data.max_frames, data.max_fps),
-        data.use_audio_in_video,
+        MediaLoader(
+            processor,
+            Limits(data.max_pixels, data.max_frames, data.max_fps),
+            data.use_audio_in_video,
+            data.media_dir,
+        ),
         PlaceholderCheck(positions),
         AudioRows(audio.rows, audio.window) if (audio := ModuleReader(positions.model).audio) else None,
         train_on=data.train_on,

@@ -34,6 +34,7 @@ _PATHS = (
     "data.train_path",
     "data.eval_path",
     "data.cache_dir",
+    "data.media_dir",
     "data.chat_template",
     "train.output_dir",
     "train.checkpoint.resume_from",
@@ -192,7 +193,7 @@ def _no_effect(config: RunConfig) -> list[str]:
     only = {
         ("sft", "vlm"): ("chat_template", "train_on"),
         ("classification",): ("label_field", "label_names"),
-        ("vlm",): ("max_pixels", "max_frames", "max_fps", "use_audio_in_video"),
+        ("vlm",): ("max_pixels", "max_frames", "max_fps", "use_audio_in_video", "media_dir"),
         ("pretrain", "classification"): ("text_field",),
         ("pretrain", "sft", "vlm"): ("append_eos",),
         ("sft", "vlm", "classification"): ("long_samples", "on_bad_sample"),

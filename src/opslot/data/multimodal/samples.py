@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from opslot._base.device import has_package
-from opslot._base.errors import ConfigError, DataError
+from opslot._base.errors import DataError
 from opslot._base.source import forward_source, source_of
 from opslot.data.chat import ChatEncoder, Message, Rendered
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
-from opslot.data.multimodal.audio import load_audio, load_audio_track
 from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
 from opslot.data.multimodal.expanded_text import moved_spans
-from opslot.data.multimodal.media import KINDS, Limits, MediaError, from_bytes, load_image, load_video, to_bytes
+from opslot.data.multimodal.loading import Loaded, MediaLoader
+from opslot.data.multimodal.media import KINDS, MediaError, from_bytes, to_bytes
 from opslot.data.multimodal.parts import COLUMNS, has_unused_tag, media_of, separate_media
 from opslot.data.multimodal.processor_call import (
     REJECTED,
@@ -46,12 +45,6 @@ from opslot.data.records import Location
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
-# The part of a processor that each kind of media needs; some have another name in some releases.
-_COMPONENTS = {
-    "image": ("image_processor",),
-    "video": ("video_processor",),
-    "audio": ("feature_extractor", "audio_processor"),
-}
 # Inputs that are not passed on: they are made for the packed sequence.
 _OWN = ("input_ids", "attention_mask", "labels")
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
@@ -64,15 +57,11 @@ class MultimodalEncoder(ChatEncoder):
         processor: of the checkpoint; its tokenizer must be a fast one.
         config: of the model.
         positions: position ids of the model.
-        limits: bounds for decoding.
-        use_audio_in_video: read the audio tracks of videos too, as the processors of omni models take them.
+        loader: of the processor; default without limits beyond those of `Limits`.
         check_features: returns what is wrong with the placeholders in tokens [S] or [B, S] for what the processor
             returned, "" for nothing, None where it is unknown.
         audio_rows: of the model's audio encoder, where they are known.
         options: as in `ChatEncoder`.
-
-    Raises:
-        ConfigError: use_audio_in_video with a processor that does not take it.
     """
 
     task = "vlm"
@@ -84,26 +73,19 @@ class MultimodalEncoder(ChatEncoder):
         config: PreTrainedConfig,
         positions: RopePositions,
         max_seq_len: int,
-        limits: Limits | None = None,
-        use_audio_in_video: bool = False,
+        loader: MediaLoader | None = None,
         check_features: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], str | None] | None = None,
         audio_rows: AudioRows | None = None,
         **options: Any,
     ) -> None:
         self.processor: Any = processor
-        self.use_audio_in_video = use_audio_in_video
         self._takes_frame_rate = source_has(type(processor), "video_second_per_grid")
-        if use_audio_in_video and not source_has(type(processor), "use_audio_in_video"):
-            raise ConfigError(
-                f"data.use_audio_in_video: {type(processor).__name__} does not take the audio of videos",
-                hint="remove the setting, or use an omni model such as qwen3_omni_moe",
-            )
         super().__init__(self.processor.tokenizer, max_seq_len, **options)
         self.config = config
         self.positions = positions
-        self.limits = limits or Limits()
+        self.loader = loader or MediaLoader(processor)
         self.check_features = check_features
-        self.cost = EncoderCost(config, audio_rows, self._component("audio"))
+        self.cost = EncoderCost(config, audio_rows, self.loader.component("audio"))
         # Of a prefix language model, whose prompt is bidirectional: its processor takes the answers apart as `suffix`.
         # Transformers before 5.23 has no parameter for it.
         self.has_prefix = "suffix" in inspect.signature(type(processor).__call__).parameters or source_has(
@@ -111,15 +93,11 @@ class MultimodalEncoder(ChatEncoder):
         )
 
     def identity(self) -> dict[str, Any]:
-        audio = {"data.use_audio_in_video": True} if self.use_audio_in_video else {}
         return {
             **super().identity(),
-            **audio,
+            **self.loader.identity(),
             "task": "vlm",
             "processor": f"content {digest(repr(settings_of(self.processor)))}",
-            "data.max_pixels": self.limits.max_pixels,
-            "data.max_frames": self.limits.max_frames,
-            **({} if self.limits.max_fps is None else {"data.max_fps": self.limits.max_fps}),
         }
 
     def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
@@ -158,17 +136,17 @@ class MultimodalEncoder(ChatEncoder):
         used = media_of(sample.messages, media)
         description: dict[str, Any] = {
             "where": str(where),
-            "folder": str(where.file.absolute().parent),
+            "folder": str(self.loader.folder_of(where.file)),
             "text": sample.text,
             "media": [list(item) for item in used],
         }
-        loaded, tracks = self._load(description)
-        if self._takes_one_image and len(loaded["image"]) != 1:
+        loaded = self._load(description)
+        if self._takes_one_image and len(loaded.media["image"]) != 1:
             raise SampleError(
-                f"has {len(loaded['image'])} images, and {type(self.positions.model).__name__} takes one in every "
-                "sample; leave the sample out, or use another model"
+                f"has {len(loaded.media['image'])} images, and {type(self.positions.model).__name__} takes one in "
+                "every sample; leave the sample out, or use another model"
             )
-        inputs, expanded = self._process(description, loaded, tracks)
+        inputs, expanded = self._process(description, loaded)
         if missing := self._required_inputs - inputs.keys():
             raise SampleError(
                 f"has no {', '.join(sorted(missing))}, which {type(self.positions.model).__name__} requires in every "
@@ -180,12 +158,13 @@ class MultimodalEncoder(ChatEncoder):
         tokens["label"] = self._labels(sample, loaded, ids, expanded)
         if self.has_prefix:
             description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
-        problem = cut_audio(self._component("audio"), loaded["audio"], inputs.get("feature_attention_mask"))
-        problem = problem or self._short_audio(sample.text, expanded, loaded["audio"])
+        audio = loaded.media["audio"]
+        problem = cut_audio(self.loader.component("audio"), audio, inputs.get("feature_attention_mask"))
+        problem = problem or self._short_audio(sample.text, expanded, audio)
         if problem:
             raise SampleError(problem)
         self._check_placeholders(ids, inputs, used, sample.text)
-        self._rotary_positions(ids, inputs, tracks)
+        self._rotary_positions(ids, inputs, loaded)
         tokens["label"][np.isin(tokens["token"], self.media_tokens)] = IGNORE_INDEX
         document = MediaDocument(tokens, to_bytes(description), self.cost(inputs))
         return document, {kind for kind, _ in used}
@@ -206,11 +185,11 @@ class MultimodalEncoder(ChatEncoder):
             raise SampleError(str(error)) from error
         turns = record["messages"]
         description = {"folder": str(folder), "text": self._prompt_text(turns), "media": media_of(turns, media)}
-        loaded, tracks = self._load(description)
-        inputs, _ = self._process(description, loaded, tracks)
+        loaded = self._load(description)
+        inputs, _ = self._process(description, loaded)
         if self._marks_videos_as_images(inputs["input_ids"][0], inputs):
             inputs = videos_as_images(inputs, [kind for kind, _ in description["media"]])
-        return {**inputs, **_settings_of_model(tracks)}
+        return {**inputs, **loaded.model_options}
 
     def _prompt_text(self, messages: list[Message]) -> str:
         if not self.plain:
@@ -234,13 +213,12 @@ class MultimodalEncoder(ChatEncoder):
         # Some processors replace it by tokens of another kind.
         if not audio or token is None or self.tokenizer.convert_tokens_to_ids(token) not in self.media_tokens:
             return ""
-        return audio_without_tokens(self._component("audio"), audio, token, text, expanded)
+        return audio_without_tokens(self.loader.component("audio"), audio, token, text, expanded)
 
-    def _labels(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
+    def _labels(self, sample: Rendered, loaded: Loaded, ids: torch.Tensor, expanded: str) -> np.ndarray:
         """Labels of a sample's tokens [S].
 
         Args:
-            loaded: its images, videos and audio.
             expanded: its text with all placeholders.
         """
         # Some processors add them themselves.
@@ -281,15 +259,15 @@ class MultimodalEncoder(ChatEncoder):
         description = from_bytes(extra)
         where = description["where"]
         try:
-            loaded, tracks = self._load(description)
-            inputs, _ = self._process(description, loaded, tracks)
+            loaded = self._load(description)
+            inputs, _ = self._process(description, loaded)
             ids = inputs["input_ids"][0]
             if not torch.equal(ids[: len(tokens)], tokens):
                 raise DataError(
                     f"{where}: its images, video or audio have changed since it was tokenized",
                     hint="restore the files, or delete the token cache (data.cache_dir) and start a new run",
                 )
-            positions = self._rotary_positions(ids, inputs, tracks)
+            positions = self._rotary_positions(ids, inputs, loaded)
         except SampleError as error:
             raise DataError(
                 f"{where}: {error}",
@@ -309,27 +287,26 @@ class MultimodalEncoder(ChatEncoder):
         }
         return {**found, "position_ids": positions[:, : len(tokens)]}
 
-    def _rotary_positions(
-        self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], tracks: Sequence[int | None]
-    ) -> torch.Tensor:
+    def _load(self, description: Mapping[str, Any]) -> Loaded:
+        return self.loader.load(description["media"], Path(description["folder"]))
+
+    def _rotary_positions(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], loaded: Loaded) -> torch.Tensor:
         """int64 [axes, S] for the tokens [S] of a sample with what the processor returned."""
         found = {name: value for name, value in inputs.items() if name not in _OWN}
         try:
-            return self.positions(ids, {**found, **_settings_of_model(tracks)})
+            return self.positions(ids, {**found, **loaded.model_options})
         except REJECTED as error:
             raise SampleError(
                 f"the model computes no position ids for it: {error}; the chat template must separate its images and "
                 "videos by a token"
             ) from error
 
-    def _process(
-        self, description: dict[str, Any], loaded: dict[str, list[Any]], tracks: Sequence[int | None]
-    ) -> tuple[dict[str, torch.Tensor], str]:
+    def _process(self, description: Mapping[str, Any], loaded: Loaded) -> tuple[dict[str, torch.Tensor], str]:
         """The processor's outputs for a sample with its loaded media, and its text with all placeholders."""
         recorder = RecordingTokenizer(self.tokenizer)
         self.processor.tokenizer = recorder
         try:
-            outputs = self._call(recorder, description["text"], loaded, tracks)
+            outputs = self._call(recorder, description["text"], loaded)
         except REJECTED as error:
             raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
         finally:
@@ -337,7 +314,7 @@ class MultimodalEncoder(ChatEncoder):
         found = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         return found, recorder.text
 
-    def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], tracks: Sequence[int | None]) -> Any:
+    def _call(self, tokenizer: Any, text: str, loaded: Loaded) -> Any:
         """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
         options = {"return_tensors": "pt", **special_tokens_option(self.tokenizer, text, plain=self.plain)}
         # Cosmos 3 Edge's processor does not return by default what its model needs.
@@ -347,16 +324,16 @@ class MultimodalEncoder(ChatEncoder):
             return call_processor(
                 self.processor,
                 text,
-                media,
-                tracks,
+                loaded.media,
+                loaded.tracks,
                 takes_frame_rate=self._takes_frame_rate,
-                masks_audio=bool(media["audio"]) and self._masks_audio,
+                masks_audio=bool(loaded.media["audio"]) and self._masks_audio,
                 **options,
                 **types,
             )
         except REJECTED:
             tokens = (getattr(self.processor, f"{kind}_token", None) for kind in KINDS)
-            if any(media.values()) or any(isinstance(token, str) and token in text for token in tokens):
+            if any(loaded.media.values()) or any(isinstance(token, str) and token in text for token in tokens):
                 raise
             return tokenizer([text], **options)
 
@@ -366,48 +343,6 @@ class MultimodalEncoder(ChatEncoder):
         modules = self.positions.model.modules()
         classes = {type(module) for module in modules if hasattr(module, "get_audio_features")}
         return any("[feature_attention_mask.bool()]" in source_of(c.get_audio_features) for c in classes)
-
-    def _load(self, description: dict[str, Any]) -> tuple[dict[str, list[Any]], list[int | None]]:
-        """Images, videos and audio of a sample; and for each audio, the number of the video that it is the track of."""
-        folder = Path(description["folder"])
-        media: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        tracks: list[int | None] = []
-        are_silent: list[bool] = []
-        for kind, source in description["media"]:
-            component = self._component(kind)
-            if component is None:
-                lacks = kind == "video" and not has_package("torchvision")
-                missing = " without torchvision; pip install torchvision" if lacks else ""
-                raise SampleError(f"has {kind}, which {type(self.processor).__name__} cannot process{missing}")
-            try:
-                if kind == "image":
-                    media[kind].append(load_image(source, folder, self.limits))
-                elif kind == "video":
-                    media[kind].append(load_video(source, folder, self.limits))
-                    if self.use_audio_in_video:
-                        rate = self._component("audio").sampling_rate
-                        track = load_audio_track(source, folder, rate)
-                        are_silent.append(track is None)
-                        if track is not None:
-                            # In the order of the text, as other audio.
-                            media["audio"].append(track)
-                            tracks.append(len(media["video"]) - 1)
-                else:
-                    media[kind].append(load_audio(source, folder, component.sampling_rate))
-                    tracks.append(None)
-            except MediaError as error:
-                raise SampleError(str(error)) from error
-        if len({*are_silent}) > 1:
-            raise SampleError(
-                "some of its videos have an audio track and others have none; set data.use_audio_in_video: false, or "
-                "split the sample"
-            )
-        return media, tracks
-
-    def _component(self, kind: str) -> Any:
-        """The part of the processor for a kind of media, or None."""
-        parts = (getattr(self.processor, name, None) for name in _COMPONENTS[kind])
-        return next((part for part in parts if part is not None), None)
 
     @property
     def media_tokens(self) -> list[int]:
@@ -491,8 +426,3 @@ class MultimodalEncoder(ChatEncoder):
         """Whether tokens have the placeholder of videos; True where the config does not name it."""
         token = getattr(self.config, "video_token_id", None)
         return token is None or bool((ids == token).any())
-
-
-def _settings_of_model(tracks: Sequence[int | None]) -> dict[str, Any]:
-    """What a model computes positions by, beside the processor's outputs, for a sample with these tracks of videos."""
-    return {"use_audio_in_video": True} if any(track is not None for track in tracks) else {}

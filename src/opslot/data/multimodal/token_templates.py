@@ -20,6 +20,7 @@ from opslot._base.errors import ConfigError
 from opslot.data.chat import Message, Rendered
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
+from opslot.data.multimodal.loading import Loaded
 from opslot.data.multimodal.processor_call import REJECTED
 from opslot.data.multimodal.samples import MultimodalEncoder
 
@@ -68,10 +69,10 @@ class TokenTemplateEncoder(MultimodalEncoder):
     def _prompt_text(self, messages: list[Message]) -> str:
         return json.dumps({"messages": messages, "tools": None})
 
-    def _labels(self, sample: Rendered, loaded: dict[str, list[Any]], ids: torch.Tensor, expanded: str) -> np.ndarray:
+    def _labels(self, sample: Rendered, loaded: Loaded, ids: torch.Tensor, expanded: str) -> np.ndarray:
         trained = np.full(len(ids), sample.spans is None)
         known = json.loads(sample.text)
-        messages = self._with_media(known["messages"], loaded) if sample.spans else []
+        messages = self._with_media(known["messages"], loaded.media) if sample.spans else []
         for first, stop in sample.spans or ():
             before, through = (self._tokens(messages[:end], known["tools"]) for end in (first, stop))
             if ids[: len(through)].tolist() != through or through[: len(before)] != before:
@@ -83,14 +84,12 @@ class TokenTemplateEncoder(MultimodalEncoder):
             trained[len(before) : len(through)] = True
         return np.where(trained, ids, IGNORE_INDEX)
 
-    def _process(
-        self, description: dict[str, Any], loaded: dict[str, list[Any]], tracks: Sequence[int | None]
-    ) -> tuple[dict[str, torch.Tensor], str]:
+    def _process(self, description: Mapping[str, Any], loaded: Loaded) -> tuple[dict[str, torch.Tensor], str]:
         known = json.loads(description["text"])
-        messages = self._with_media(known["messages"], loaded)
+        messages = self._with_media(known["messages"], loaded.media)
         asked = next((i for i in reversed(range(len(messages))) if messages[i]["role"] != "assistant"), -1) + 1
         try:
-            outputs = self.processor.apply_chat_template(messages[:asked]) if any(loaded.values()) else {}
+            outputs = self.processor.apply_chat_template(messages[:asked]) if any(loaded.media.values()) else {}
         except REJECTED as error:
             raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
         found = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
@@ -114,7 +113,7 @@ class TokenTemplateEncoder(MultimodalEncoder):
 
     def _with_media(self, messages: Sequence[Message], media: Mapping[str, Sequence[Any]]) -> list[Message]:
         """The messages with the samples of their audio as WAV files."""
-        rate = getattr(self._component("audio"), "sampling_rate", None)
+        rate = getattr(self.loader.component("audio"), "sampling_rate", None)
         files = [_wav(samples, rate) for samples in media["audio"]]
         found = []
         for message in messages:
