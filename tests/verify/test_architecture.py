@@ -268,6 +268,11 @@ def test_model_without_a_language_model_cannot_be_checked():
     assert error.startswith("Transformers has no language model of model_type 'vit', whose loss could be checked\n")
 
 
+def test_model_without_a_vocabulary_cannot_be_checked():
+    error = check_architecture("pi0", checks=["eager"]).error
+    assert error.startswith("the config of model_type 'pi0' has no vocab_size, so that ids of text are unknown\n")
+
+
 def test_unknown_architecture_raises():
     with pytest.raises(ConfigError, match=r"no architecture 'qwen33'(.*\n)+  hint: did you mean .*'qwen3'"):
         check_architecture("qwen33")
