@@ -147,6 +147,15 @@ def test_masked_language_model_passes(processes):
     assert found.ok, str(found)
 
 
+def test_load_balancing_loss_is_left_out_where_it_is_no_sum(processes):
+    config = tiny_config("qwen3_moe")
+    config.output_router_logits = True
+    found = check_architecture(config, checks=["auto", "packed", "fsdp"], processes=processes)
+    assert found.ok, str(found)
+    left_out = {name: "without the load-balancing loss" in found[name].detail for name in ("auto", "packed", "fsdp")}
+    assert left_out == {"auto": False, "packed": True, "fsdp": True}
+
+
 def test_difference_between_processes_is_named(processes, monkeypatch):
     step = config_checks.train_step
     monkeypatch.setattr(config_checks, "train_step", lambda *args: {n: v * 1.01 for n, v in step(*args).items()})
