@@ -53,6 +53,8 @@ def test_command_reads_models_that_are_not_in_a_file_of_their_model_type(model_t
     for given in (model_type, str(tmp_path)):
         assert main(["discover", given, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["architecture"] == arch
+    if arch.startswith(model_type.replace("-", "_")):
+        assert main(["discover", arch, "--checks", "eager"]) == 0
     assert main(["discover", model_type, "--checks", "eager"]) == 0
     assert f"{model_type}: passed\n" in capsys.readouterr().out
 
