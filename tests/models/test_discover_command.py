@@ -45,6 +45,20 @@ def test_command_verifies_a_tiny_model(capsys):
     assert "loss and gradients equal Transformers' bit for bit" in output
 
 
+@pytest.mark.parametrize(
+    ("model_type", "arch"), [("internlm3", "llama"), ("sarvam_mla", "deepseek_v3"), ("data2vec-text", "data2vec_text")]
+)
+def test_command_reads_models_that_are_not_in_a_file_of_their_model_type(model_type, arch, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for given in (model_type, str(tmp_path)):
+        assert main(["discover", given, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["architecture"] == arch
+    if arch.startswith(model_type.replace("-", "_")):
+        assert main(["discover", arch, "--checks", "eager"]) == 0
+    assert main(["discover", model_type, "--checks", "eager"]) == 0
+    assert f"{model_type}: passed\n" in capsys.readouterr().out
+
+
 def test_command_prints_matches_and_each_check_before_the_next(capsys, monkeypatch):
     printed = {}
 
@@ -87,6 +101,7 @@ def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatc
         (["mistral", "--all"], "mistral and --all exclude each other"),
         (["--all", "--verify"], "--verify, --checks, --device, --dtype and -o are for one architecture"),
         (["mistrall"], "has no architecture 'mistrall'\n  hint: did you mean mistral"),
+        (["nougat"], "has no model class for model_type 'nougat'"),
         (["{folder}"], "is not a config.json with a model_type"),
     ],
 )

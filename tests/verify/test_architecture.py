@@ -147,6 +147,15 @@ def test_masked_language_model_passes(processes):
     assert found.ok, str(found)
 
 
+def test_load_balancing_loss_is_left_out_where_it_is_no_sum(processes):
+    config = tiny_config("qwen3_moe")
+    config.output_router_logits = True
+    found = check_architecture(config, checks=["auto", "packed", "fsdp"], processes=processes)
+    assert found.ok, str(found)
+    left_out = {name: "without the load-balancing loss" in found[name].detail for name in ("auto", "packed", "fsdp")}
+    assert left_out == {"auto": False, "packed": True, "fsdp": True}
+
+
 def test_difference_between_processes_is_named(processes, monkeypatch):
     step = config_checks.train_step
     monkeypatch.setattr(config_checks, "train_step", lambda *args: {n: v * 1.01 for n, v in step(*args).items()})
@@ -266,6 +275,11 @@ def test_error_of_transformers_has_a_hint(monkeypatch):
 def test_model_without_a_language_model_cannot_be_checked():
     error = check_architecture("vit", checks=[]).error
     assert error.startswith("Transformers has no language model of model_type 'vit', whose loss could be checked\n")
+
+
+def test_model_without_a_vocabulary_cannot_be_checked():
+    error = check_architecture("pi0", checks=["eager"]).error
+    assert error.startswith("the config of model_type 'pi0' has no vocab_size, so that ids of text are unknown\n")
 
 
 def test_unknown_architecture_raises():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, PatchError
 from opslot._base.files import write_text
+from opslot.models._registry import folder_of_models
 from opslot.models.discovery import Discovery, discover, find_patch
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
@@ -68,14 +69,14 @@ def _print_outcome(outcome: CheckOutcome) -> None:
     print(f"{outcome.name:10}  {outcome.result:11}  {detail}".rstrip(), flush=True)
 
 
-def _arch_of(name: str, trust_remote_code: bool) -> tuple[str, Path | PreTrainedConfig | None]:
-    """The architecture that is named, and the config of a model that is.
+def _arch_of(name: str, trust_remote_code: bool) -> tuple[str, Path | PreTrainedConfig | str | None]:
+    """The architecture that is named, and the config or model_type of a model that is.
 
     Args:
         name: a folder's name under `transformers/models`, a model_type, a model's config, or another module.
         trust_remote_code: allow code that ships with the model to run.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     path, file = Path(name), None
     if path.is_dir() or path.suffix == ".json":
@@ -94,7 +95,13 @@ def _arch_of(name: str, trust_remote_code: bool) -> tuple[str, Path | PreTrained
     elif "." in name and name not in CONFIG_MAPPING_NAMES and all(map(str.isidentifier, name.split("."))):
         return architecture_from(_imported(name)), None
     if name in CONFIG_MAPPING_NAMES:
-        return model_type_to_module_name(name), file
+        arch = folder_of_models(name)
+        if not installed_release().path(modeling_module(arch)).is_file():
+            raise ConfigError(
+                f"transformers {installed_release().version} has no model class for model_type {name!r}",
+                hint="name the model_type of the classes that it is loaded with",
+            )
+        return arch, file or name
     if not installed_release().path(modeling_module(name)).is_file():
         near = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, 3)
         raise ConfigError(
@@ -151,7 +158,7 @@ def _write(arch: str, output: str) -> None:
     print(f"wrote {output}", file=sys.stderr)
 
 
-def _verify(config: Path | PreTrainedConfig | None, arch: str, wanted: dict[str, Any]) -> ArchitectureCheck:
+def _verify(config: Path | PreTrainedConfig | str | None, arch: str, wanted: dict[str, Any]) -> ArchitectureCheck:
     from opslot.models import load_config
     from opslot.verify import check_architecture
 

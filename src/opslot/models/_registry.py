@@ -189,7 +189,7 @@ def serve_model_type(model_type: str) -> bool:
 
     _load_entry_points()
     if model_type not in MODELING_REGISTRY and model_type in CONFIG_MAPPING_NAMES:
-        architecture = find_architecture(_folder_of_models(model_type))
+        architecture = find_architecture(folder_of_models(model_type))
         if architecture is not None:
             _serve(architecture, model_type)
     return model_type in MODELING_REGISTRY
@@ -207,20 +207,24 @@ def declared_sub_model(model_type: str, class_name: str) -> SubModel | None:
     return sub_model(MODELING_REGISTRY.get(model_type)(class_name)) if known else None
 
 
-def _folder_of_models(model_type: str) -> str:
-    """The folder under `transformers/models` that holds the models of a model_type.
+def folder_of_models(model_type: str) -> str:
+    """The architecture that has the models of a model_type, by default the folder of its config.
 
-    A model_type may have its own config and another's models, as InternLM3 has Llama's. Its language model's class is
-    imported to find out, only if the model_type's own folder holds no models.
+    A model_type may have its own config and another's models, as InternLM3 has Llama's, or its models in one of several
+    files. Its model's class is imported to find out, only if the folder holds no models.
     """
+    from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     folder: str = model_type_to_module_name(model_type)
     if installed_release().path(modeling_module(folder)).is_file():
         return folder
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
-    return architecture_in(getattr(cls, "__module__", "")) or folder
+    for kind in ("FOR_CAUSAL_LM_", "FOR_IMAGE_TEXT_TO_TEXT_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", "FOR_MASKED_LM_", ""):
+        found = getattr(modeling_auto, f"MODEL_{kind}MAPPING").get(CONFIG_MAPPING[model_type], None)
+        cls = found[0] if isinstance(found, tuple) else found
+        if arch := architecture_in(getattr(cls, "__module__", "")):
+            return arch
+    return folder
 
 
 def register_architecture(

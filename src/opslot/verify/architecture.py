@@ -10,6 +10,8 @@ In float32, with samples of text and, where the model takes them, of images, vid
 - fsdp, sp, ep: two processes (gloo) give the loss and gradients of one;
 - checkpoint: Transformers' `from_pretrained` reads what opslot saves and the reverse, value for value.
 
+packed, fsdp, sp and ep leave out a load-balancing loss, which is no sum over documents or ranks.
+
 On a GPU and in 16 bits auto and packed, with the kernels of that GPU and sizes that they take. In 16 bits, gradients
 of packed documents may be twice as far from those in float32 as Transformers' own are.
 """
@@ -31,7 +33,7 @@ from opslot.slots import BindingReport, format_table
 from opslot.verify.config_checks import ANYWHERE, CHECKS, CheckOutcome, ConfigChecks, Ops
 from opslot.verify.isolated import Processes
 from opslot.verify.media import KINDS, RAISES, MediaSamples, media_samples
-from opslot.verify.random_model import random_model, trained_part
+from opslot.verify.random_model import random_model, text_ids, trained_part
 from opslot.verify.tiny import model_type_of, tiny_configs
 from opslot.verify.tiny_sizes import GPU_SIZES
 from opslot.verify.tiny_sizes import SIZES as TINY_SIZES
@@ -147,6 +149,7 @@ def check_architecture(
             hint = "Transformers' own model of the tiny config raises it; give `opslot discover` the folder of another"
         return ArchitectureCheck(name, error=error_text(f"raised {type(error).__name__}: {error}", hint=hint))
     try:
+        text_ids(config)
         kernels = apply(random_model(config, dtype).to(device), ops)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))

@@ -94,6 +94,8 @@ class ConfigChecks:
         self.device, self.dtype = device, dtype
         self.ids = random_ids(config, LENGTH if device.type == "cpu" else _GPU_LENGTH)
         self._one_process: dict[tuple[int, ...], dict[str, Tensor]] = {}
+        # The load-balancing loss is no sum over documents or ranks.
+        self._separable, self._note = _without_router_loss(config)
 
     def outcome(self, check: str) -> CheckOutcome:
         function = getattr(self, f"_{check}", None)
@@ -156,10 +158,10 @@ class ConfigChecks:
         """Arguments of a forward, by name."""
         return {"text": {"input_ids": self.ids, "labels": self.ids}} if self.media is None else self.media.batches
 
-    def _random_model(self) -> Any:
+    def _random_model(self, config: PreTrainedConfig | None = None) -> Any:
         """Transformers' own model on the device and in the dtype of the checks."""
         given = {} if self.device.type == "cpu" else {"noise": _GPU_NOISE}
-        return random_model(self.config, self.dtype, **given).to(self.device)
+        return random_model(self.config if config is None else config, self.dtype, **given).to(self.device)
 
     def _on_device(self, batch: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
         """The batch on the device, with floating-point inputs in `dtype`, by default that of the checks."""
@@ -187,7 +189,7 @@ class ConfigChecks:
         return None
 
     def _packed(self) -> tuple[str, str]:
-        model = self._model()
+        model = self._model(config=self._separable)
         if reason := keeps_sequences(decoder_of(model) or model):
             return "unsupported", reason
         if self.media is None:
@@ -197,14 +199,15 @@ class ConfigChecks:
             positions = RopePositions(part.config, type(part).__name__)
             given = [packed_samples(positions, self.media)]
         worst = next(filter(None, (self._packing_differs(model, packed, alone) for packed, alone in given)), "")
-        return ("failed", worst) if worst else ("passed", "equals the documents alone")
+        return ("failed", worst) if worst else ("passed", f"equals the documents alone{self._note}")
 
     def _packing_differs(self, model: Any, packed: list[dict[str, Any]], alone: list[dict[str, Any]]) -> str:
         """What differs between packed documents and the documents alone; "" if nothing does."""
         together = [self._on_device(batch) for batch in packed]
         if self.dtype == torch.float32:
             return worst_difference(train_step(model, together), train_step(model, [self._on_device(b) for b in alone]))
-        exact, eager = self._model(PLAIN).float(), self._model(PLAIN)
+        exact, eager = (self._model(PLAIN, self._separable) for _ in range(2))
+        exact.float()
         apply(exact, PLAIN)
         # All with the experts of the run in float32, as in `bisect`.
         with Selections() as selections:
@@ -217,7 +220,7 @@ class ConfigChecks:
         further = _further(found, expected, wanted)
         if further and selections.made and not of_rows:
             # Selected keys are numbered within documents or rows, so that the runs select different ones in 16 bits.
-            in_float32 = self._model().float()
+            in_float32 = self._model(config=self._separable).float()
             apply(in_float32, self.ops)
             runs = [[self._on_device(batch, torch.float32) for batch in batches] for batches in (packed, alone)]
             return worst_difference(*(train_step(in_float32, batches) for batches in runs))
@@ -246,20 +249,20 @@ class ConfigChecks:
     def _parallel(self, check: str) -> tuple[str, str]:
         batches = [[whole_batch(self.ids)]] if self.media is None else parallel_samples(self.media, check)
         wanted = self._wanted([batch for own in batches for batch in own])
-        found = two_process_step(check, self.config, self.ops, self.processes, batches)
+        found = two_process_step(check, self._separable, self.ops, self.processes, batches)
         if found.unsupported:
             return "unsupported", found.unsupported
         if found.values is None:
             return "failed", found.error
         values = {name: torch.as_tensor(value) for name, value in found.values.items()}
         worst = worst_difference(values, wanted)
-        return ("failed", worst) if worst else ("passed", "two processes equal one")
+        return ("failed", worst) if worst else ("passed", f"two processes equal one{self._note}")
 
     def _wanted(self, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Loss and gradients of one process."""
         key = tuple(batch["input_ids"].shape[1] for batch in batches)
         if key not in self._one_process:
-            self._one_process[key] = train_step(self._model(), batches)
+            self._one_process[key] = train_step(self._model(config=self._separable), batches)
         return self._one_process[key]
 
     def _checkpoint(self) -> tuple[str, str]:
@@ -289,9 +292,9 @@ class ConfigChecks:
         )
         yield "saved by Transformers", built
 
-    def _model(self, ops: Ops | None = None) -> Any:
+    def _model(self, ops: Ops | None = None, config: PreTrainedConfig | None = None) -> Any:
         """The model bound to the kernels of `ops`, in evaluation mode: router jitter would make each run another."""
-        model = self._random_model().eval()
+        model = self._random_model(config).eval()
         apply(model, self.ops if ops is None else ops)
         return model
 
@@ -299,6 +302,18 @@ class ConfigChecks:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             return loss_and_gradients(model, batch)
+
+
+def _without_router_loss(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
+    """A config whose model does not add a load-balancing loss, and a note about it where that changes the config."""
+    found = copy.deepcopy(config)
+    parts = [found]
+    for part in parts:
+        parts.extend(p for name in part.sub_configs if (p := getattr(part, name, None)) is not None)
+    adding = [part for part in parts if getattr(part, "output_router_logits", False)]
+    for part in adding:
+        part.output_router_logits = False
+    return found, ", without the load-balancing loss" if adding else ""
 
 
 def _joined(selected: list[Tensor], lengths: list[int]) -> tuple[list[Tensor], list[Tensor]]:

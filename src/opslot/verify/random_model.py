@@ -93,8 +93,18 @@ def random_ids(config: PreTrainedConfig, length: int = LENGTH) -> Tensor:
 
 
 def text_ids(config: PreTrainedConfig) -> Tensor:
-    """Ids that mark neither images or audio nor what surrounds them."""
-    ids = torch.arange(3, config.get_text_config().vocab_size)
+    """Ids that mark neither images or audio nor what surrounds them.
+
+    Raises:
+        ConfigError: the model has no vocabulary.
+    """
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is None:
+        raise ConfigError(
+            f"the config of model_type {config.model_type!r} has no vocab_size, so that ids of text are unknown",
+            hint="opslot.apply binds kernels to such a model; compare its outputs with those before it",
+        )
+    ids = torch.arange(3, size)
     marks = [mark for mark in _marks(config) if isinstance(mark, int)]
     return ids[~torch.isin(ids, torch.tensor(marks, dtype=ids.dtype))]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot.models._build import auto_class_name
+from opslot.models._registry import folder_of_models
 from opslot.patchgen.releases import installed_release, version_key
 from opslot.patchgen.source import modeling_module
 from opslot.verify.tiny_sizes import (
@@ -109,6 +110,8 @@ def model_type_of(arch: str) -> str:
     if arch in CONFIG_MAPPING_NAMES:
         return arch
     inside = [name for name in CONFIG_MAPPING_NAMES if model_type_to_module_name(name) == arch]
+    # One of several files in a folder (data2vec_text).
+    inside = inside or [name for name in CONFIG_MAPPING_NAMES if folder_of_models(name) == arch]
     if not inside:
         near = difflib.get_close_matches(arch, CONFIG_MAPPING_NAMES, 3)
         raise ConfigError(

@@ -394,6 +394,14 @@ def test_torch_fused_with_float64_beside_float32(dtypes):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_torch_fused_without_channels():
+    # Gemma 3n with hidden_size_per_layer_input = 0.
+    for variant in ("standard", "weight_offset", "cast_after_weight"):
+        x, weight = (torch.zeros(shape, requires_grad=True) for shape in ((3, 2, 0), (0,)))
+        out = load(variant, "torch_fused")(x, weight, EPS)
+        assert [g.shape for g in torch.autograd.grad(out.sum(), (x, weight))] == [x.shape, weight.shape]
+
+
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 8)])
 def test_torch_fused_broadcast_weights_raise(shape):
     for variant in ("standard", "weight_offset", "cast_after_weight"):

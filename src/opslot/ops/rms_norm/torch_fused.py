@@ -59,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
         along = along.unsqueeze(-1).mul_(rstd.pow(3)).div_(-width)
         if ctx.needs_input_grad[1]:
             # Not a matrix-vector matmul: its sequential sum over rows has twice the error of torch.sum's tree.
-            dweight = product.mul_(rstd).reshape(-1, width).sum(0).to(weight.dtype)
+            dweight = product.mul_(rstd).reshape(rstd.numel(), width).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             dx_fp32 = _multiply(dy, scale, out=product).mul_(rstd).addcmul_(x, along)
             dx = dx_fp32.to(hidden_states.dtype)
