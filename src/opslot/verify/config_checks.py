@@ -94,7 +94,7 @@ class ConfigChecks:
         self.device, self.dtype = device, dtype
         self.ids = random_ids(config, LENGTH if device.type == "cpu" else _GPU_LENGTH)
         self._one_process: dict[tuple[int, ...], dict[str, Tensor]] = {}
-        # The load-balancing loss is no sum over documents or ranks.
+        # The load-balancing loss is not a sum over documents or ranks.
         self._separable, self._note = _without_router_loss(config)
 
     def outcome(self, check: str) -> CheckOutcome:
