@@ -20,7 +20,6 @@ context that the model sees at inference.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from opslot._base.errors import DataError
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.content_forms import ContentForms
 from opslot.data.encoder import SampleEncoder, SampleError, digest
+from opslot.data.messages import Message, messages_of, messages_of_instruction, messages_of_texts, parsed
 from opslot.data.records import FileColumns, Location, columns_in, lone_surrogate
 
 if TYPE_CHECKING:
@@ -43,17 +43,7 @@ _FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruc
 _KNOWN = "messages, conversations, prompt and completion, instruction and output, or texts"
 # Read where a file has them.
 _OPTIONAL = ("system", "tools", "input", "history")
-# Roles of ShareGPT.
-_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
-}
-_TURNS = ("user", "assistant")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -155,17 +145,17 @@ class ChatEncoder(SampleEncoder):
             has = ", ".join(name for name, value in record.items() if value is not None) or "nothing"
             raise SampleError(f"no {' and no '.join(missing)}, which the file's first record has; it has {has}")
         if form[0] == "instruction":
-            return {**record, "messages": _instruction(record)}, "messages"
+            return {**record, "messages": messages_of_instruction(record)}, "messages"
         if form[0] == "texts":
-            return {**record, "messages": _pairs(record["texts"])}, "messages"
+            return {**record, "messages": messages_of_texts(record["texts"])}, "messages"
         return record, form[0]
 
     def _render_record(self, record: Mapping[str, Any], form: str) -> list[Rendered]:
-        tools = _parsed(record["tools"], "tools") if record.get("tools") else None
+        tools = parsed(record["tools"], "tools") if record.get("tools") else None
         if form == "prompt":
             samples = self._completion(record["prompt"], record["completion"], tools)
         else:
-            messages = _messages(record[form], form)
+            messages = messages_of(record[form], form)
             if isinstance(record.get("system"), str) and record["system"] and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": record["system"]})
             samples = self._conversation(messages, tools, 0)
@@ -189,7 +179,7 @@ class ChatEncoder(SampleEncoder):
                 "prompt and completion must both be strings, or both lists of messages, found "
                 f"{type(prompt).__name__} and {type(completion).__name__}"
             )
-        before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
+        before, after = messages_of(prompt, "prompt"), messages_of(completion, "completion")
         return self._conversation(before + after, tools, len(before))
 
     def _conversation(self, messages: list[Message], tools: Any, first: int) -> list[Rendered]:
@@ -347,86 +337,6 @@ class ChatEncoder(SampleEncoder):
         return False
 
 
-def _instruction(record: Mapping[str, Any]) -> list[Message]:
-    """The messages of Alpaca's columns: a question is the instruction and, on a new line, its input.
-
-    Raises:
-        SampleError: a column with another type.
-    """
-    history = record.get("history") or []
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
-        raise SampleError(f"history must be a list of [question, answer], found {_shown(history)}")
-    turns = [(role, f"history[{i}]", text) for i, pair in enumerate(history) for role, text in zip(_TURNS, pair)]
-    instruction, given = record["instruction"], record.get("input") or ""
-    for name, text in (("instruction", instruction), ("input", given)):
-        if not isinstance(text, str):
-            raise SampleError(f"{name} must be a string, found {_shown(text)}")
-    question = "\n".join(part for part in (instruction, given) if part)
-    turns += [("user", "instruction", question), ("assistant", "output", record["output"])]
-    return [_message({"role": role, "content": text}, name) for role, name, text in turns]
-
-
-def _pairs(texts: Any) -> list[Message]:
-    """The messages of FineVision's and The Cauldron's column: a list of {user, assistant}.
-
-    Raises:
-        SampleError: a column with another type.
-    """
-    texts = _parsed(texts, "texts")
-    if not isinstance(texts, list) or not texts or not all(isinstance(pair, Mapping) for pair in texts):
-        raise SampleError(f"texts must be a list of objects with user and assistant, found {_shown(texts)}")
-    turns = [(role, f"texts[{i}].{role}", pair.get(role)) for i, pair in enumerate(texts) for role in _TURNS]
-    return [_message({"role": role, "content": text}, name) for role, name, text in turns]
-
-
-def _messages(value: Any, column: str) -> list[Message]:
-    """Messages with role and content, from any of the known forms.
-
-    Raises:
-        SampleError: a message is malformed.
-    """
-    if isinstance(value, str):
-        value = _parsed(value, column)
-    if isinstance(value, Mapping):
-        # An old form of `datasets`: one list per field.
-        value = [dict(zip(value, row, strict=False)) for row in zip(*value.values(), strict=False)]
-    if value == []:
-        raise SampleError(f"{column} is empty")
-    if not isinstance(value, list):
-        raise SampleError(f"{column} must be a list of messages, found {_shown(value)}")
-    return [_message(message, f"{column}[{number}]") for number, message in enumerate(value)]
-
-
-def _message(value: Any, name: str) -> Message:
-    if not isinstance(value, Mapping):
-        raise SampleError(f"{name} must be an object with role and content, found {_shown(value)}")
-    message = {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if "from" in message and "role" not in message:
-        role = _ROLES.get(str(message.pop("from")).lower())
-        if role is None:
-            raise SampleError(f"{name}: unknown speaker {value['from']!r}; expected one of {', '.join(_ROLES)}")
-        message["role"] = role
-        if "value" in message:
-            message["content"] = message.pop("value")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise SampleError(f"{name} has no role; it has {', '.join(map(str, message)) or 'nothing'}")
-    if not isinstance(content, str | list | None):
-        raise SampleError(f"{name}: content must be a string, found {_shown(content)}")
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, Mapping) and part.get("type") == "text" and not isinstance(part.get("text"), str):
-            raise SampleError(f"{name}: a part of type text has no text; it has {', '.join(map(str, part))}")
-    calls = message.get("tool_calls")
-    if calls is not None:
-        calls = _parsed(calls, f"{name}.tool_calls")
-        if not isinstance(calls, list):
-            raise SampleError(f"{name}.tool_calls must be a list, found {_shown(calls)}")
-        message["tool_calls"] = [_tool_call(call, f"{name}.tool_calls") for call in calls]
-    elif content is None or (role == "assistant" and _is_empty(content)):
-        raise SampleError(f"{name}: the {role}'s turn is empty")
-    return message
-
-
 def _check_tools(text: str, messages: Sequence[Message], tools: Any) -> None:
     """Raise SampleError where a conversation as text lacks its tools or their calls: many templates ignore them."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
@@ -441,51 +351,11 @@ def _check_tools(text: str, messages: Sequence[Message], tools: Any) -> None:
                 )
 
 
-def _is_empty(content: str | list[Any]) -> bool:
-    """Whether content is white space, or a list of parts with white space alone."""
-    if isinstance(content, str):
-        return not content.strip()
-    return all(isinstance(part, Mapping) and not str(part.get("text", part)).strip() for part in content)
-
-
-def _tool_call(value: Any, name: str) -> Any:
-    """A tool call whose arguments are an object, as templates expect them, not JSON text as in OpenAI's API."""
-    if not isinstance(value, Mapping):
-        raise SampleError(f"{name} must hold objects, found {_shown(value)}")
-    call = dict(value)
-    if isinstance(call.get("function"), Mapping):
-        call["function"] = _tool_call(call["function"], name)
-    if isinstance(call.get("arguments"), str):
-        call["arguments"] = _parsed(call["arguments"], f"{name}: arguments")
-    return call
-
-
-def _parsed(value: Any, name: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise SampleError(f"{name} is not JSON: {error}") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Arrow adds the missing fields of structures as nulls."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
 def _holds_messages(found: FileColumns) -> bool:
     """Whether the prompts of a file are lists of messages."""
     if found.schema is None:
         return not isinstance((found.first or {}).get("prompt"), str)
     return "string" not in str(found.schema.field("prompt").type)[:12]
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return f"a {type(value).__name__} ({text[:40]}{'...' if len(text) > 40 else ''})"
 
 
 def _common(first: str, second: str) -> int:

@@ -20,9 +20,10 @@ import torch
 
 from opslot._base.errors import DataError
 from opslot._base.source import forward_source, source_of
-from opslot.data.chat import ChatEncoder, Message, Rendered
+from opslot.data.chat import ChatEncoder, Rendered
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
+from opslot.data.messages import Message
 from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
 from opslot.data.multimodal.expanded_text import moved_spans
 from opslot.data.multimodal.loading import Loaded, MediaLoader

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from opslot._base.errors import ConfigError
-from opslot.data.chat import Message, Rendered
+from opslot.data.chat import Rendered
 from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
+from opslot.data.messages import Message
 from opslot.data.multimodal.loading import Loaded
 from opslot.data.multimodal.processor_call import REJECTED
 from opslot.data.multimodal.samples import MultimodalEncoder
