@@ -52,7 +52,7 @@ from opslot.trainer.output_folder import write_description
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parse import config_changes
 from opslot.trainer.prepare import prepare_model
-from opslot.trainer.prompts import Prompt
+from opslot.trainer.prompts import PromptValue
 from opslot.trainer.random_states import random_states, restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
 from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, start_processes, with_default_precision
@@ -177,7 +177,7 @@ class BaseTrainer(ABC):
     def evaluate(self) -> dict[str, float]:
         """Metrics of the held-out data: "eval_loss", in nats per target, and others that start with "eval_"."""
 
-    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
+    def generate(self, prompts: Sequence[PromptValue], max_new_tokens: int) -> list[str]:
         """The model's answer to each prompt; every rank calls it."""
         raise NotImplementedError(f"{type(self).__name__} generates nothing")
 

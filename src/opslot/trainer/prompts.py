@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# An entry of `evaluation.prompts`.
+PromptValue = str | Mapping[str, Any]
+
 _KINDS = {"images": "image", "videos": "video", "audios": "audio"}
 # How a prompt with media looks, for errors.
 MEDIA_PROMPT = "{text: How many circles?, images: [shapes.png]}"
@@ -28,7 +31,7 @@ class Prompt:
         return f"{self.text!r}{''.join(f' ({path})' for _, path in self.media)}"
 
 
-def prompt_of(value: str | Mapping[str, Any]) -> Prompt:
+def prompt_of(value: PromptValue) -> Prompt:
     """The prompt of an entry without a `prompt_problem`."""
     if isinstance(value, str):
         return Prompt(value)

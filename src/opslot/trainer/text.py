@@ -26,7 +26,7 @@ from opslot.models.flop_modules import TOKENS
 from opslot.ops.cross_entropy_loss import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.generating import generate_answers
-from opslot.trainer.prompts import Prompt
+from opslot.trainer.prompts import Prompt, PromptValue, prompt_of
 from opslot.trainer.run_data import CHAT_TASKS, RunData, check_answer_length, open_tokenizer, set_sample_length
 from opslot.trainer.setup import dtype_of_weights
 from opslot.trainer.validate import micro_batch_size
@@ -184,10 +184,10 @@ class TextTrainer(BaseTrainer):
             yield concurrent[own], own == self.state.dp_rank
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
-        """The model's answer to each prompt, without sampling; every rank calls it."""
+    def generate(self, prompts: Sequence[PromptValue], max_new_tokens: int) -> list[str]:
+        """The model's answer to each prompt, as in `evaluation.prompts`, without sampling; every rank calls it."""
         with self._evaluating():
-            return [self.answer(prompt, max_new_tokens) for prompt in prompts]
+            return [self.answer(prompt_of(prompt), max_new_tokens) for prompt in prompts]
 
     def answer(self, prompt: Prompt, max_new_tokens: int) -> str:
         """The model's answer to one prompt."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from opslot.trainer.best import BestEvaluation
 from opslot.trainer.config import RunConfig
-from opslot.trainer.prompts import Prompt
+from opslot.trainer.prompts import PromptValue
 from opslot.trainer.saver import CheckpointSaver
 
 
@@ -32,7 +32,7 @@ class Trainer(Protocol):
 
     def evaluate(self) -> dict[str, float]: ...
 
-    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]: ...
+    def generate(self, prompts: Sequence[PromptValue], max_new_tokens: int) -> list[str]: ...
 
     def stop_early(self) -> None: ...
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 from opslot._base.files import write_text
 from opslot.distributed import is_first_rank
 from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
-from opslot.trainer.prompts import Prompt, prompt_of
+from opslot.trainer.prompts import PromptValue, prompt_of
 
 METRICS_FILE = "metrics.jsonl"
 HF_FOLDER = "hf"
@@ -67,7 +67,7 @@ class EvaluationCallback(Callback):
         metrics = trainer.evaluate()
         record.extra |= metrics
         if options.prompts:
-            self._write_samples(trainer, record.step, [prompt_of(value) for value in options.prompts])
+            self._write_samples(trainer, record.step, options.prompts)
         patience = options.early_stopping_patience
         best = trainer.best.update(record.step, metrics)
         if best and (options.save_best if options.save_best is not None else patience is not None):
@@ -79,12 +79,12 @@ class EvaluationCallback(Callback):
             )
             trainer.stop_early()
 
-    def _write_samples(self, trainer: Trainer, step: int, prompts: Sequence[Prompt]) -> None:
+    def _write_samples(self, trainer: Trainer, step: int, prompts: Sequence[PromptValue]) -> None:
         answers = trainer.generate(prompts, trainer.config.evaluation.max_new_tokens)
         if not is_first_rank():
             return
         with (trainer.output_dir / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-            for prompt, answer in zip(prompts, answers, strict=True):
+            for prompt, answer in zip(map(prompt_of, prompts), answers, strict=True):
                 media = {"media": [path for _, path in prompt.media]} if prompt.media else {}
                 line = {"step": step, "prompt": prompt.text, **media, "answer": answer}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
