@@ -58,6 +58,16 @@ def launched_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+_launcher: int | None = None
+
+
+def killed_launcher() -> str | None:
+    """A message where torchrun, which `exit_with_launcher` watches, was killed."""
+    if _launcher is None or os.getppid() == _launcher:
+        return None
+    return f"torchrun (process {_launcher}) was killed"
+
+
 @functools.cache
 def exit_with_launcher() -> None:
     """Exit when torchrun, the parent process, was killed, since it then cannot terminate its ranks.
@@ -67,14 +77,15 @@ def exit_with_launcher() -> None:
     """
     if not launched_by_torchrun():
         return
-    parent = os.getppid()
+    global _launcher
+    _launcher = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while (message := killed_launcher()) is None:
             time.sleep(0.5)
         rank = os.environ.get("RANK", "0")
         sys.stdout.flush()
-        print(f"opslot: rank {rank} stops: torchrun (process {parent}) was killed", file=sys.stderr, flush=True)
+        print(f"opslot: rank {rank} stops: {message}", file=sys.stderr, flush=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="opslot-launcher", daemon=True).start()

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from opslot._base.errors import OpslotError, OtherRankFailed, ParallelError
+from opslot._base.launcher import killed_launcher
 from opslot.distributed._peers import LocalPeers
 
 T = TypeVar("T")
@@ -242,6 +243,8 @@ def _watch(store: dist.Store, peers: LocalPeers, done: threading.Event) -> None:
                 message = _gone(lost)
         if done.is_set():
             return
+        # Another rank may have noticed first that torchrun was killed, and exited.
+        message = killed_launcher() or message
         sys.stdout.flush()
         print(f"opslot: rank {dist.get_rank()} stops: {message}", file=sys.stderr, flush=True)
         time.sleep(lead)
