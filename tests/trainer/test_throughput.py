@@ -40,9 +40,9 @@ def test_meter_divides_by_processes_and_peak(monkeypatch):
         torch.nn.Linear(4, 8), TrainConfig(logging=LoggingConfig(peak_tflops=2.0)), torch.device("cpu"), world_size=4
     )
     meter.start()
-    with meter.waiting_for_data():
+    with meter.waiting_for("data"):
         clock[0] += 0.5
-    with meter.waiting_for_device():
+    with meter.waiting_for("device"):
         clock[0] += 1.0
     clock[0] += 0.5
     found = meter.measurements(tokens=4000, flops=8e12)

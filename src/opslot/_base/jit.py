@@ -13,7 +13,7 @@ _INTERPRETED = tl.constexpr(triton_interpreted())
 
 def has_launch_hooks() -> bool:
     """Whether a profiler (Proton) has hooks on the launches of Triton's kernels."""
-    # Without a loop, since every launch asks.
+    # No loop: this is called for every launch.
     runtime = triton.knobs.runtime
     enter, exit = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(exit, "calls", exit))

@@ -27,6 +27,7 @@ class PartialAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         done = self._step_own()
+        # torch has nothing to update where all gradients are done.
         if len(done) == sum(param.grad is not None for group in self.param_groups for param in group["params"]):
             return loss
         for param, _ in done:

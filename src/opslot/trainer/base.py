@@ -333,7 +333,7 @@ class BaseTrainer(ABC):
     def _train_step(self, batches: Iterator[dict[str, Any]]) -> StepRecord:
         self.meter.start()
         train = self.config.train
-        with self.meter.waiting_for_data():
+        with self.meter.waiting_for("data"):
             micro_batches = self.next_micro_batches(batches)
         counted, flops = sum_over_ranks(
             sum(self.count_targets(batch) for batch in micro_batches), self.meter.count(micro_batches)
@@ -395,7 +395,7 @@ class BaseTrainer(ABC):
             loss += cross_entropy.detach()
         self.loss_scaler.unscale(self._trained)
         max_norm = self.config.train.max_grad_norm or math.inf
-        grad_norm = clip_grad_norm_on_host(self._trained, max_norm, self.meter.waiting_for_device())
+        grad_norm = clip_grad_norm_on_host(self._trained, max_norm, self.meter.waiting_for("device"))
         step_loss, step_aux = sum_over_ranks(loss.item(), 0.0 if aux_loss is None else aux_loss.item())
         return step_loss, None if aux_loss is None else step_aux, grad_norm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,8 +32,7 @@ class StepMeter:
         weights = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
         if self.peak_tflops is None and (dtype_of(train.fsdp.param_dtype) or weights) in _HALF:
             self.peak_tflops = peak_bf16_tflops(facts_of(device).name)
-        self._started = time.perf_counter()
-        self._data_wait = self._device_wait = 0.0
+        self.start()
 
     def uncounted_lines(self) -> list[str]:
         """A line for each kind of module whose FLOPs are missing in the measurements."""
@@ -45,25 +44,16 @@ class StepMeter:
     def start(self) -> None:
         """Begin a step."""
         self._started = time.perf_counter()
-        self._data_wait = self._device_wait = 0.0
+        self._waited = {"data": 0.0, "device": 0.0}
 
     @contextlib.contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Count the time inside as time that the step waits for its data."""
+    def waiting_for(self, what: Literal["data", "device"]) -> Iterator[None]:
+        """Count the time inside as time that the host waits for data, or for results of what it has launched."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._data_wait += time.perf_counter() - began
-
-    @contextlib.contextmanager
-    def waiting_for_device(self) -> Iterator[None]:
-        """Count the time inside as time that the host, which has launched the step's work, waits for its results."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._device_wait += time.perf_counter() - began
+            self._waited[what] += time.perf_counter() - began
 
     def count(self, micro_batches: Sequence[dict[str, Any]]) -> float:
         """FLOPs of micro batches, before they are divided over the ranks of one sequence."""
@@ -81,6 +71,5 @@ class StepMeter:
             "tokens_per_s_per_gpu": tokens / seconds / self.world_size,
             "tflops_per_gpu": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-            "data_wait": self._data_wait / seconds,
-            "device_wait": self._device_wait / seconds,
+            **{f"{what}_wait": waited / seconds for what, waited in self._waited.items()},
         }

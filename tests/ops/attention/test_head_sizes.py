@@ -87,7 +87,7 @@ def test_one_launch_for_queries_keys_and_values(monkeypatch):
     tensors = [torch.randn(1, 6, count, 40, device=DEVICE, requires_grad=True) for count in (4, 2, 2)]
     outs = resize_heads(tensors, (64, 64, 64))
     assert [grid[1] for grid in launches] == [3]
-    # Of a gradient that is cut there is no copy.
+    # The gradients are views.
     sum(x.sum() for x in outs).backward()
     assert [grid[1] for grid in launches] == [3]
     sum(x.sum() for x in resize_heads(tensors, (24, 24, 24))).backward()

@@ -76,7 +76,7 @@ class MediaLoader:
             )
 
     def identity(self) -> dict[str, Any]:
-        """The settings that samples depend on; those that are not set are left out, but for the first two."""
+        """The settings that samples depend on: both limits of size, and of the others those that are set."""
         optional = {
             "data.max_fps": self.limits.max_fps,
             "data.use_audio_in_video": self.use_audio_in_video or None,

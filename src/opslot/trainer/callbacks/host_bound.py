@@ -1,4 +1,4 @@
-"""Tells that the GPU waits for the host."""
+"""A hint for runs whose GPU waits for the host."""
 
 from __future__ import annotations
 
