@@ -1,6 +1,7 @@
 """Every kind of attention under a kernel computes what Transformers does, and without dense masks."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -109,6 +110,23 @@ def test_sdpa_equals_transformers(name):
             options["cache_implementation"] = cache
             found, wanted = (m.generate(IDS, attention_mask=left, **options) for m in (model, expected))
             torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_padding_between_tokens_where_auto_selects_a_kernel_without_masks(name, flash_like):
+    """Such a kernel would remove the padding, and see tokens before a sliding window."""
+    expected = original(name)
+    model = copy.deepcopy(expected)
+    spec = KERNEL_REGISTRY.get("attention", "causal", "flash_like")
+    KERNEL_REGISTRY.register(dataclasses.replace(spec, priority=99), replace=True)
+    assert opslot.apply(model, "auto").chosen("attention") == ("flash_like",)
+    between = torch.ones_like(IDS)
+    between[0, 3:6] = between[1, 8:10] = 0
+    with torch.no_grad():
+        # A chunk of padding alone attends to nothing.
+        real = between if name == "llama4_text" else None
+        close(model(IDS, attention_mask=between).logits, expected(IDS, attention_mask=between).logits, real)
+    assert not flash_like
 
 
 def test_kernel_without_masks_names_the_mask_that_it_cannot_apply(flash_like):

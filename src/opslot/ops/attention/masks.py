@@ -302,6 +302,9 @@ def mask_function(
                 layout = layout._replace(cu_seqlens=None, longest=None)
             if not isinstance(layout, str):
                 return layout and layout._replace(length=kv_length)
+            if falls_back and not any_layout:
+                # A kernel that removes padding between tokens sees other tokens in a window.
+                return own_or_dense(given)
             if not any_mask and pattern.chunk is None:
                 return Layout(pattern.causal, window=pattern.window, length=kv_length, padding=own(**given))
         elif pattern == BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
