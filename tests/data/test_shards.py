@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,6 +206,27 @@ def test_killed_process_raises(corpus, monkeypatch):
     with pytest.raises(DataError, match=r"exited \(signal 9; out of memory\?\)\n.*lower data\.num_workers"):
         one.check_processes()
     one.close()
+
+
+def test_processes_compute_with_torch_after_their_parent_did(corpus):
+    """As the processors of images do. A fork has none of the threads that OpenMP started in the parent."""
+
+    def encode(*arguments):
+        torch.rand(1 << 20).sin()
+        return encode_text(*arguments)
+
+    one = corpus()
+    encode_text, one._encode = one._encode, encode
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        torch.rand(1 << 20).sin()
+        one.start_processes(1, list(range(len(one.sizes))))
+        wait_for(lambda: corpus().is_complete)
+        one.check_processes()
+    finally:
+        one.close()
+        torch.set_num_threads(threads)
 
 
 def start_and_wait(corpus, pids):

@@ -3,6 +3,7 @@
 import errno
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks.writers import MetricsCallback, read_metrics
 from opslot.trainer.checkpointing import find_checkpoints
 from opslot.trainer.saver import CheckpointSaver
-from opslot.trainer.setup import with_default_precision
+from opslot.trainer.setup import num_workers, with_default_precision
 from tests.trainer.runs import trainer_of
 
 
@@ -315,3 +316,26 @@ def test_default_precision(capability, changes, expected, monkeypatch):
     assert (
         with_default_precision(load_config(["--train.output_dir", "out", *changes])).train.fsdp.param_dtype == expected
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "cores", "processes", "shared", "expected"),
+    [
+        ([], 16, 1, 64 << 20, 2),
+        (["--data.num_workers", "0"], 16, 1, 1 << 30, 0),
+        (["--model.device", "cpu"], 16, 1, 1 << 30, 0),
+        ([], 1, 1, 1 << 30, 0),
+        (["--task", "vlm"], 16, 1, 8 << 30, 8),
+        (["--task", "vlm"], 16, 4, 8 << 30, 3),
+        (["--task", "vlm"], 128, 8, 8 << 30, 4),
+        (["--task", "vlm"], 16, 1, 64 << 20, 0),
+    ],
+)
+def test_default_workers_beside_a_gpu(changes, cores, processes, shared, expected, monkeypatch, caplog):
+    monkeypatch.setattr("opslot.trainer.setup.best_device", lambda: DeviceFacts("gpu", (9, 0)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=shared))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert num_workers(load_config(["--train.output_dir", "out", *changes])) == expected
+    warned = "data.num_workers is 0, since /dev/shm has 64 MiB" in caplog.text
+    assert warned == ("vlm" in changes and shared < 1 << 30)

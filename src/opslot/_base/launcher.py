@@ -34,6 +34,11 @@ def launched_rank() -> int:
     return _number("RANK", 0)
 
 
+def launched_local_world_size() -> int:
+    """Processes of this run on this machine, LOCAL_WORLD_SIZE; all of them where the launcher does not set it."""
+    return max(_number("LOCAL_WORLD_SIZE", launched_world_size()), 1)
+
+
 def launched_with_rendezvous() -> bool:
     """Whether the environment has all variables that a process group needs; a single process needs none.
 

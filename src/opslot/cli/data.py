@@ -73,7 +73,7 @@ def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, col
     if len(times) > 1 and times[-1] > times[0]:
         later, seconds = lengths[1:], times[-1] - times[0]
         counts = sum(map(len, later)) / seconds, sum(map(sum, later)) / seconds
-        print(f"loader: {counts[0]:,.0f} samples/s, {counts[1]:,.0f} tokens/s with {config.data.num_workers} workers")
+        print(f"loader: {counts[0]:,.0f} samples/s, {counts[1]:,.0f} tokens/s with {data.num_workers} workers")
     limit = f"at most {data.max_tokens}" if data.max_tokens else f"{config.data.sample_length} per sample with padding"
     for number, own in enumerate(lengths[:samples], 1):
         listed = ", ".join(map(str, own[:12])) + (", ..." if len(own) > 12 else "")

@@ -60,7 +60,8 @@ class DataConfig:
         split_special_tokens: tokenize special tokens that occur in the text, such as <|endoftext|>, as plain text. Off:
             they become the special token, as in Transformers.
         num_workers: processes that prepare batches ahead of training, and as many that tokenize ahead of it; 0 does
-            both in the training process.
+            both in the training process. Default 2 for each process that trains on a GPU, 8 for task vlm, or as many as
+            there are CPU cores for; 0 on a CPU.
         cache_dir: folder for tokenized text, shared by runs and processes; default the cache of Hugging Face datasets.
         allow_changes: resume although the text, the tokenizer or a data setting has changed since the checkpoint;
             training continues at the same sample number of the new data, so samples may repeat or be missed.
@@ -90,7 +91,7 @@ class DataConfig:
     shuffle: bool = True
     append_eos: bool = True
     split_special_tokens: bool = False
-    num_workers: int = 0
+    num_workers: int | None = None
     cache_dir: str | None = None
     allow_changes: bool = False
 

@@ -65,8 +65,11 @@ def _tokenize(corpus: Shards, numbers: Sequence[int], errors: Connection) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     keep_freed_memory()
-    # One thread per process; threads of the parent do not exist after a fork.
+    import torch
+
+    # One thread per process; threads of the parent do not exist after a fork, and OpenMP would wait for them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
 
     def end_with_parent() -> None:

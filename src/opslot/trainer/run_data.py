@@ -32,7 +32,7 @@ from opslot.models._multimodal.placeholders import PlaceholderCheck
 from opslot.models.flop_modules import ModuleReader
 from opslot.trainer.config import EvaluationConfig, RunConfig
 from opslot.trainer.processors import load_processor, rope_positions
-from opslot.trainer.setup import input_dtype
+from opslot.trainer.setup import input_dtype, num_workers
 from opslot.trainer.validate import RunInputs, micro_batch_size
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class RunData:
         train_set: the training samples; whole documents where `max_tokens` is set.
         eval_sets: one for each evaluated data set; empty without evaluation.
         max_tokens: maximum tokens in a micro batch of whole documents; None for samples of one size.
+        num_workers: `data.num_workers`, or its default here.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RunData:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.num_workers = num_workers(config)
         self.max_tokens = config.data.max_tokens_per_batch
         if config.task in CHAT_TASKS and config.data.packing and self.max_tokens is None:
             self.max_tokens = micro_batch_size(config.train) * config.data.sample_length
@@ -152,7 +154,7 @@ class RunData:
         options |= {
             "rank": rank,
             "world_size": world_size,
-            "num_workers": config.data.num_workers,
+            "num_workers": self.num_workers,
             "allow_changes": config.data.allow_changes,
         }
         if self.max_tokens is None:
@@ -195,7 +197,7 @@ class RunData:
                     held_out = eval_set.documents.shards
                     order = np.concatenate([order[:1], held_out, order[~np.isin(order, held_out)]])
             # This process tokenizes the first shard itself, with all threads.
-            corpus.start_processes(self.config.data.num_workers, np.roll(order, -1).tolist())
+            corpus.start_processes(self.num_workers, np.roll(order, -1).tolist())
         try:
             for dataset in [*self._train_sets, *self.eval_sets]:
                 if dataset.corpus.sizes.sum() <= self._at_start:

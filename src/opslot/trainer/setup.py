@@ -1,10 +1,12 @@
-"""Process groups, dtypes and memory of a run, and errors of its disk."""
+"""Process groups, dtypes, workers and memory of a run, and errors of its disk."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 
 from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, TrainingError
+from opslot._base.launcher import launched_local_world_size
+from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import FROM_WEIGHTS
 from opslot.distributed import ParallelState, init_parallel_state
 from opslot.distributed.copy_engine import opened_bytes
@@ -24,6 +28,11 @@ if TYPE_CHECKING:
 
 # errno values of a disk that is full, read-only or failing.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
+_TEXT_WORKERS, _MEDIA_WORKERS = 2, 8
+# Of two batches of ten images of 1024 x 1024.
+_MEDIA_WORKER_BYTES = 256 << 20
+
+logger = get_logger(__name__)
 
 
 def with_default_precision(config: RunConfig) -> RunConfig:
@@ -90,6 +99,30 @@ def input_dtype(config: RunConfig) -> torch.dtype:
     weights = dtype_of_weights(config)
     computed = config.train.fsdp.param_dtype if weights == "float32" else None
     return getattr(torch, computed or weights)
+
+
+def num_workers(config: RunConfig) -> int:
+    """`data.num_workers`; by default as many as keep a GPU busy, and this process's share of cores and /dev/shm allows.
+
+    Workers pass batches through /dev/shm, which is small in some containers (64 MiB with Docker's defaults).
+    """
+    if config.data.num_workers is not None:
+        return config.data.num_workers
+    if config.model.device == "cpu" or best_device().type == "cpu":
+        return 0
+    processes = launched_local_world_size()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limits = [_MEDIA_WORKERS if config.task == "vlm" else _TEXT_WORKERS, max(cores // processes - 1, 0)]
+    if config.task == "vlm" and (shared := Path("/dev/shm")).is_dir():
+        free = shutil.disk_usage(shared).free
+        limits.append(free // processes // _MEDIA_WORKER_BYTES)
+        if limits[-1] == 0:
+            logger.warning(
+                "data.num_workers is 0, since /dev/shm has %d MiB for the batches of workers; start the container with "
+                "a larger one (--shm-size or --ipc=host), or set data.num_workers",
+                free >> 20,
+            )
+    return min(limits)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -228,7 +228,7 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
             problems.append(f"{name}={value} must be at least {least}")
     for name, most in _AT_MOST.items():
         value = attrgetter(name)(config)
-        if value > most:
+        if value is not None and value > most:
             problems.append(f"{name}={value} must be at most {most}")
     given = {name: attrgetter(name)(config) for name in _ABOVE_ZERO}
     above_zero = {name: value for name, value in given.items() if value is not None}
