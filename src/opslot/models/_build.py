@@ -406,6 +406,8 @@ def _instantiate(
             stack.enter_context(no_init_weights())
         try:
             model = cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise config_error(f"{cls.__name__} cannot be built from its config", config.to_dict(), error) from error
     if empty:

@@ -48,6 +48,7 @@ from opslot.trainer.display import make_console
 from opslot.trainer.lora import without_gradient
 from opslot.trainer.loss_scaling import LossScaler
 from opslot.trainer.optimizer import build_optimizer, learning_rate, require_same_optimizer, set_learning_rate
+from opslot.trainer.out_of_memory import memory_errors
 from opslot.trainer.output_folder import write_description
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parse import config_changes
@@ -129,20 +130,21 @@ class BaseTrainer(ABC):
         self.batches: BatchSource = self.build_data()
         seed_everything(config.train.seed)
         self.loss_scaler = LossScaler(dtype_of(config.train.fsdp.param_dtype))
-        self.model: PreTrainedModel = prepare_model(
-            self.build_model(), config, self.state, self.inputs.checkpoint, self.print
-        )
-        # All ranks seed alike until the weights exist; dropout differs by rank.
-        seed_everything(config.train.seed + self.state.rank)
-        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.meter = StepMeter(self.model, config.train, self.device, self.state.world_size)
-        self.optimizer = build_optimizer(self.model, config.train)
-        self.max_steps = self.count_steps()
-        self.expected_steps: float | None = self.max_steps
-        self._random_states: dict[str, Any] | None = None
-        self._steps_without_targets = 0
-        self.best = BestEvaluation(config.evaluation.best_metric)
-        self._restore()
+        with memory_errors(self):
+            self.model: PreTrainedModel = prepare_model(
+                self.build_model(), config, self.state, self.inputs.checkpoint, self.print
+            )
+            # All ranks seed alike until the weights exist; dropout differs by rank.
+            seed_everything(config.train.seed + self.state.rank)
+            self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.meter = StepMeter(self.model, config.train, self.device, self.state.world_size)
+            self.optimizer = build_optimizer(self.model, config.train)
+            self.max_steps = self.count_steps()
+            self.expected_steps: float | None = self.max_steps
+            self._random_states: dict[str, Any] | None = None
+            self._steps_without_targets = 0
+            self.best = BestEvaluation(config.evaluation.best_metric)
+            self._restore()
         self._first_step = self.step
         self.saver = CheckpointSaver(
             self.output_dir / CHECKPOINTS,
@@ -248,11 +250,11 @@ class BaseTrainer(ABC):
         Raises:
             ConfigError: another run writes to the output folder.
             DataError: no step has a token to predict.
-            TrainingError: a loss or gradient that is not finite, before it reaches the weights; a full disk.
+            TrainingError: a loss or gradient that is not finite, before it reaches the weights; a full disk or GPU.
             CheckpointError: a checkpoint cannot be written.
         """
         self.model.train()
-        with disk_errors(self.output_dir), contextlib.ExitStack() as locked:
+        with disk_errors(self.output_dir), memory_errors(self), contextlib.ExitStack() as locked:
             on_first_rank(self._lock.acquire)
             locked.callback(self._lock.release)
             on_first_rank(lambda: write_description(self.output_dir, self.config, self.model))

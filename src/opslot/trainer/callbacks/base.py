@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from opslot.trainer.best import BestEvaluation
 from opslot.trainer.config import RunConfig
 from opslot.trainer.prompts import PromptValue
@@ -17,6 +19,7 @@ class Trainer(Protocol):
     """What callbacks use of a `BaseTrainer`, where these members are documented."""
 
     config: RunConfig
+    device: torch.device
     output_dir: Path
     saver: CheckpointSaver
     step: int
