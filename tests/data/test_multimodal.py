@@ -351,7 +351,10 @@ QUESTION = {"role": "user", "content": "what?"}
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "the text of a part must be a string, found 5"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+            "the text of a part must be a string, found a int (5)",
+        ),
         (
             [{"role": "user", "content": [{"type": "text", "content": "x"}]}],
             "type text has no text; it has type, content",
@@ -715,3 +718,81 @@ def test_images_beside_videos_with_one_token_raise(encoder_of, has_video_token):
         return
     with pytest.raises(DataError, match=r"marks images and videos with one token\n.*and images"):
         collate(encoder, 2)
+
+
+def rendered(encoder, document):
+    """The text of a sample, with [1] for the image 1.png."""
+    description = from_bytes(document.extra)
+    text = description["text"]
+    for _, source in description["media"]:
+        text = text.replace("<|vision_start|><|image_pad|><|vision_end|>", f"[{source[0]}]", 1)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("turns", "images", "expected"),
+    [
+        # Text about a tag between two questions with images.
+        (
+            [("user", "<image>?"), ("assistant", "a <image> tag"), ("user", "<image>?")],
+            2,
+            ["[1]?", "a <image> tag", "[2]?"],
+        ),
+        # An answer with an image, and text after it.
+        (
+            [("user", "<image>?"), ("assistant", "<image> is it"), ("user", "<image>?")],
+            3,
+            ["[1]?", "[2] is it", "[3]?"],
+        ),
+        # The page of a scan, as TRL gives it, whose text has a figure.
+        ([("user", "read it"), ("assistant", "text <image> text")], 1, ["[1]read it", "text <image> text"]),
+        # A tool that returns an image.
+        ([("user", "look"), ("tool", "<image>"), ("assistant", "an <image>")], 1, ["look", "[1]", "an <image>"]),
+        # Instructions about tags.
+        ([("system", "<image> is an image"), ("user", "<image>?")], 1, ["<image> is an image", "[1]?"]),
+        ([("system", "as <image>"), ("user", "<image>?")], 2, ["as [1]", "[2]?"]),
+        # A part beside it.
+        ([("user", [IMAGE]), ("assistant", "an <image>")], 1, ["[1]", "an <image>"]),
+        ([("user", [IMAGE]), ("assistant", "an <image>")], 2, ["[1]", "an [2]"]),
+    ],
+)
+def test_tags_in_other_turns_than_the_users(encoder_of, tmp_path, turns, images, expected):
+    names = [draw(tmp_path / f"{number + 1}.png", number).name for number in range(images)]
+    turns = [*turns, ("assistant", "a red circle")] if turns[-1][0] == "user" else turns
+    expected = expected if len(expected) == len(turns) else [*expected, "a red circle"]
+    encoder = encoder_of()
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (document,), problems, _ = encode(encoder, write(tmp_path, {"messages": messages, "images": names}))
+    assert not problems
+    shown = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for (role, _), text in zip(turns, expected, strict=True))
+    assert rendered(encoder, document) == shown
+
+
+def test_completion_with_an_image(encoder_of, tmp_path):
+    names = [draw(tmp_path / f"{number + 1}.png", number).name for number in range(2)]
+    record = {"prompt": "<image>?", "completion": "<image> is a circle", "images": names}
+    encoder = encoder_of()
+    (document,), problems, _ = encode(encoder, write(tmp_path, record))
+    assert not problems
+    assert rendered(encoder, document) == (
+        "<|im_start|>user\n[1]?<|im_end|>\n<|im_start|>assistant\n[2] is a circle<|im_end|>\n"
+    )
+
+
+def test_tags_in_answers_that_do_not_fit(encoder_of, tmp_path):
+    messages = talk(question="<image>?", answer="<image> or <image>")
+    _, (problem,), _ = encode(encoder_of(), write(tmp_path, {"messages": messages, "images": ["1.png", "2.png"]}))
+    assert "1 more of image (without 2 <image> in other turns than the user's, which do not fit)" in problem
+
+
+@pytest.mark.parametrize("form", ["text", "lists"])
+def test_media_in_messages_of_other_forms(encoder_of, tmp_path, form):
+    """Messages as JSON text, and a list for each field, as `datasets` gave them."""
+    png(tmp_path)
+    messages = talk(question="<image>what?")
+    names = [*messages[0]]
+    given = json.dumps(messages) if form == "text" else {name: [m[name] for m in messages] for name in names}
+    encoder = encoder_of()
+    (document,), problems, _ = encode(encoder, write(tmp_path, {"messages": given, "images": ["1.png"]}))
+    assert not problems
+    assert "user\n[1]what?" in rendered(encoder, document)

@@ -87,8 +87,8 @@ def _message(value: Any, name: str) -> Message:
     if not isinstance(content, str | list | None):
         raise SampleError(f"{name}: content must be a string, found {_shown(content)}")
     for part in content if isinstance(content, list) else ():
-        if isinstance(part, Mapping) and part.get("type") == "text" and not isinstance(part.get("text"), str):
-            raise SampleError(f"{name}: a part of type text has no text; it has {', '.join(map(str, part))}")
+        if isinstance(part, Mapping) and part.get("type") == "text":
+            text_of(part, f"{name}: ")
     calls = message.get("tool_calls")
     if calls is not None:
         calls = parsed(calls, f"{name}.tool_calls")
@@ -98,6 +98,22 @@ def _message(value: Any, name: str) -> Message:
     elif content is None or (role == "assistant" and _is_empty(content)):
         raise SampleError(f"{name}: the {role}'s turn is empty")
     return message
+
+
+def text_of(part: Mapping[str, Any], where: str = "") -> str:
+    """The text of a part of type text.
+
+    Args:
+        where: before the text of an error.
+
+    Raises:
+        SampleError: no text, or another type.
+    """
+    if part.get("text") is None:
+        raise SampleError(f"{where}a part of type text has no text; it has {', '.join(map(str, part))}"[:200])
+    if not isinstance(part["text"], str):
+        raise SampleError(f"{where}the text of a part must be a string, found {_shown(part['text'])}")
+    return part["text"]
 
 
 def _is_empty(content: str | list[Any]) -> bool:
@@ -137,7 +153,13 @@ def _without_nulls(value: Any) -> Any:
     """Arrow adds the missing fields of structures as nulls."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    first: Any = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    # An image or audio as an array has millions of numbers.
+    return value if isinstance(first, int | float) else [_without_nulls(item) for item in value]
 
 
 def _shown(value: Any) -> str:

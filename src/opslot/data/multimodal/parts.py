@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opslot.data.messages import Message, messages_of, text_of
 from opslot.data.multimodal.media import KINDS, MediaError
 
 # Columns that hold the media of all messages in their order, as LLaMA-Factory, ms-swift and TRL read them.
@@ -31,86 +33,69 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
     A part is {"type": "image", "image": SOURCE}, {"type": "image", "path": ...} (or bytes, base64, array), {"type":
     "image_url", "image_url": {"url": ...}} and the like, or {"type": "image"} for the next of the column `images`, with
     "index" for the one with that number. In a text, <image>, <video> and <audio> also stand for the next of a column,
-    if the record has that column; in other turns than a user's, those that are left over are text, and so are all of
-    them in text parts beside parts {"type": "image"} of the column. Where the messages have none of these, the media of
-    the columns are at the start of the first user's turn.
+    if the record has that column, in the turns of `_Column.roles`; in other turns they are text, and so are all of them
+    in text parts beside parts {"type": "image"} of the column. Where the messages have none of these, the media of the
+    columns are at the start of the first user's turn.
 
     Args:
         form: the first column of the conversation.
 
     Raises:
         MediaError: a part without a source, or a column with more or fewer media than the messages use.
+        SampleError: a message is malformed.
     """
-    queues = {kind: _Column(given) for kind in KINDS if (given := _column(record, kind)) is not None}
-    media: list[tuple[str, Any]] = []
     columns = ("prompt", "completion") if form == "prompt" else (form,)
-    changed = {**record, **{column: _turns(record[column], column) for column in columns if column in record}}
-    lists = [changed[column] for column in columns if isinstance(changed.get(column), list)]
-    for kind in _kinds_of_parts(lists) & queues.keys():
-        queues[kind].has_parts = True
-    for column in columns:
-        value = changed.get(column)
-        if isinstance(value, str) and column in _SPEAKER:
-            parts = _of_text(value, queues, media, column == "prompt")
-            if parts != value:
-                changed[column] = [{"role": _SPEAKER[column], "content": parts}]
-        elif isinstance(value, list):
-            changed[column] = [_of_message(message, queues, media) for message in value]
+    given = {column: _messages(record[column], column) for column in columns}
+    turns = [message for messages in given.values() for message in messages]
+    queues = {kind: _Column(kind, found, turns) for kind in KINDS if (found := _column(record, kind)) is not None}
+    media: list[tuple[str, Any]] = []
+    changed = {name: [_of_message(message, queues, media) for message in messages] for name, messages in given.items()}
     is_unnamed = not media and any(queues.values())
     if is_unnamed:
-        media = _put_first(changed, columns, queues)
-    if form == "prompt" and isinstance(changed.get("prompt"), list) and isinstance(changed.get("completion"), str):
-        changed["completion"] = [{"role": "assistant", "content": changed["completion"]}]
-    left = [f"{len(queue)} more of {kind}" for kind, queue in queues.items() if queue]
+        media = _put_first(changed[columns[0]], queues)
+    left = [f"{len(queue)} more of {kind}{queue.uncounted()}" for kind, queue in queues.items() if queue]
     if left:
         raise MediaError(
             f"the columns of media have {' and '.join(left)} than the messages use; add <image>, <video> or <audio> "
             'to the text, or parts {"type": "image"}'
         )
-    return changed, media, is_unnamed
+    # Texts without media stay as they are: they need no chat template.
+    kept = {name for name in columns if not media and _is_text(record[name], name)}
+    return {**record, **{name: messages for name, messages in changed.items() if name not in kept}}, media, is_unnamed
 
 
-def _turns(value: Any, column: str) -> Any:
-    """Messages that are JSON text as a list; other values as they are."""
-    if not isinstance(value, str) or column in _SPEAKER:
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+def _is_text(value: Any, column: str) -> bool:
+    """Whether a column is the text of a turn, and not messages, which may be JSON text."""
+    return column in _SPEAKER and isinstance(value, str) and not value.lstrip().startswith("[")
 
 
-def _kinds_of_parts(lists: list[list[Any]]) -> set[str]:
-    """Kinds of media of which a message has a part without a source, which stands for one of a column."""
-    contents = [_content(message)[1] for messages in lists for message in messages if isinstance(message, Mapping)]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    given = ({key: value for key, value in part.items() if value is not None} for part in parts)
-    return {kind for part in given if (kind := part.get("type")) in KINDS and _source(part, kind) is None}
+def _messages(value: Any, column: str) -> list[Message]:
+    return [{"role": _SPEAKER[column], "content": value}] if _is_text(value, column) else messages_of(value, column)
 
 
-def _put_first(changed: dict[str, Any], columns: Sequence[str], queues: dict[str, _Column]) -> list[tuple[str, Any]]:
+def _parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    """The parts of all messages whose contents are lists."""
+    contents = (message.get("content") for message in messages)
+    return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+
+
+def _put_first(messages: list[Message], queues: dict[str, _Column]) -> list[tuple[str, Any]]:
     """The media of all columns, which are put at the start of the first user's turn, as TRL and ms-swift put them; none
     without a user's turn."""
-    first = changed.get(columns[0])
-    if isinstance(first, str) and columns[0] in _SPEAKER:
-        first = [{"role": _SPEAKER[columns[0]], "content": first}]
-    turns = first if isinstance(first, list) else []
-    number = next((i for i, message in enumerate(turns) if isinstance(message, Mapping) and _is_by_user(message)), None)
-    if number is None:
+    first = next((message for message in messages if message["role"] == "user"), None)
+    if first is None:
         return []
-    key, content = _content(turns[number])
+    content = first.get("content")
     text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
     media = [(kind, queue.take()) for kind, queue in queues.items() for _ in range(len(queue))]
-    parts = [{"type": kind} for kind, _ in media]
-    changed[columns[0]] = [*turns[:number], {**turns[number], key: [*parts, *text]}, *turns[number + 1 :]]
+    first["content"] = [*({"type": kind} for kind, _ in media), *text]
     return media
 
 
-def has_unused_tag(messages: Sequence[Mapping[str, Any]]) -> bool:
+def has_unused_tag(messages: Sequence[Message]) -> bool:
     """Whether <image>, <video> or <audio> is text in a user's turn."""
-    contents = [message.get("content") for message in messages if message.get("role") == "user"]
-    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping))
-    texts = [*contents, *(part.get("text") for part in parts)]
+    users = [message for message in messages if message.get("role") == "user"]
+    texts = [*(message.get("content") for message in users), *(part.get("text") for part in _parts(users))]
     return any(isinstance(text, str) and _TAG.search(text) for text in texts)
 
 
@@ -137,12 +122,40 @@ class _Column:
 
     Attributes:
         has_parts: parts of messages stand for them, so that tags in other parts are text.
+        tags: in texts, by the role of their turn.
+        roles: in whose turns tags stand for media. That is in all turns where there are as many tags as media, else in
+            all but the assistant's where those have as many, else in the user's. Tags in answers alone are text.
     """
 
-    def __init__(self, sources: list[Any]) -> None:
+    def __init__(self, kind: str, sources: list[Any], messages: Sequence[Message]) -> None:
+        self.kind = kind
         self.sources = sources
-        self.has_parts = False
         self.unused = [*range(len(sources))]
+        given = [{key: value for key, value in part.items() if value is not None} for part in _parts(messages)]
+        parts = [part for part in given if part.get("type") == kind and _source(part, kind) is None]
+        self.has_parts = bool(parts)
+        self.tags: Counter[str] = Counter()
+        for message in messages:
+            found = [message.get("content"), *(part.get("text") for part in _parts([message]) if not parts)]
+            texts = (text for text in found if isinstance(text, str))
+            self.tags[message["role"]] += sum(tag == kind for text in texts for tag in _TAG.findall(text))
+        named = {part["index"] for part in parts if "index" in part}
+        self.roles = self._roles(len(sources) - len(named) - sum("index" not in part for part in parts))
+
+    def _roles(self, count: int) -> set[str]:
+        """Roles in whose turns tags stand for `count` media."""
+        every = {*self.tags}
+        asking = every - {"assistant"}
+        if self.has_parts or any(self.tags[role] for role in asking):
+            for roles in (every, asking):
+                if sum(self.tags[role] for role in roles) == count:
+                    return roles
+        return {"user"}
+
+    def uncounted(self) -> str:
+        """For an error, the number of tags that are text because of their turns; "" for none."""
+        count = sum(number for role, number in self.tags.items() if role not in self.roles)
+        return f" (without {count} <{self.kind}> in other turns than the user's, which do not fit)" if count else ""
 
     def __len__(self) -> int:
         return len(self.unused)
@@ -157,44 +170,32 @@ class _Column:
         return self.sources[number]
 
 
-def _of_message(message: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]) -> Any:
-    if not isinstance(message, Mapping):
-        return message
-    key, content = _content(message)
-    by_user = _is_by_user(message)
+def _of_message(message: Message, queues: dict[str, _Column], media: list[tuple[str, Any]]) -> Message:
+    content = message.get("content")
+    tagged = {kind: queue for kind, queue in queues.items() if message["role"] in queue.roles}
     if isinstance(content, str):
-        return {**message, key: _of_text(content, queues, media, by_user)}
+        return {**message, "content": _of_text(content, tagged, media)}
     if not isinstance(content, list):
-        return dict(message)
+        return message
+    tagged = {kind: queue for kind, queue in tagged.items() if not queue.has_parts}
     parts = []
     for part in content:
         found = _of_part(part, queues, media)
         if found["type"] == "text":
-            tagged = {kind: queue for kind, queue in queues.items() if not queue.has_parts}
-            text = _of_text(found["text"], tagged, media, by_user)
+            text = _of_text(found["text"], tagged, media)
             parts += text if isinstance(text, list) else [found]
         else:
             parts.append(found)
-    return {**message, key: parts}
+    return {**message, "content": parts}
 
 
-def _content(message: Mapping[str, Any]) -> tuple[str, Any]:
-    """The key and the content of a message."""
-    key = "content" if message.get("content") is not None else "value"
-    return key, message.get(key)
-
-
-def _is_by_user(message: Mapping[str, Any]) -> bool:
-    return (message.get("role") or message.get("from")) in ("user", "human")
-
-
-def _of_text(text: str, queues: dict[str, _Column], media: list[tuple[str, Any]], by_user: bool) -> Any:
+def _of_text(text: str, queues: dict[str, _Column], media: list[tuple[str, Any]]) -> Any:
     """The text itself, or its parts where tags refer to the media of columns."""
     parts: list[dict[str, Any]] = []
     start = 0
     for tag in _TAG.finditer(text):
         kind = tag[1]
-        if not queues.get(kind) and not (by_user and kind in queues):
+        if kind not in queues:
             continue
         if not queues[kind]:
             raise MediaError(f"the messages have more {tag[0]} than the column {kind}s")
@@ -221,12 +222,7 @@ def _of_part(part: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]
     if other := next((name for name in ("text", *KINDS) if name != kind and known.get(name)), None):
         raise MediaError(f"a part of type {kind} has {other} too; make it two parts")
     if kind == "text":
-        if "text" not in known:
-            raise MediaError(f"a part of type text has no text; it has {', '.join(known) or 'nothing'}"[:200])
-        text = known["text"]
-        if not isinstance(text, str):
-            raise MediaError(f"the text of a part must be a string, found {text!r}"[:200])
-        return {"type": "text", "text": text}
+        return {"type": "text", "text": text_of(known)}
     if setting := next((name for name in _SETTINGS if name in known), None):
         raise MediaError(
             f"a part of type {kind} has {setting}, which is not applied; remove it (for all: {_SETTINGS[setting]})"
@@ -271,14 +267,6 @@ def _key_of(value: Any) -> str:
     return "bytes" if isinstance(value, bytes) else "array"
 
 
-def media_of(messages: Sequence[Mapping[str, Any]], media: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def media_of(messages: Sequence[Message], media: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """The first of `media`, those of the given messages."""
-    contents = [message.get("content") for message in messages]
-    count = sum(
-        part.get("type") in KINDS
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-        if isinstance(part, Mapping)
-    )
-    return media[:count]
+    return media[: sum(part.get("type") in KINDS for part in _parts(messages))]
