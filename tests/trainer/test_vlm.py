@@ -14,7 +14,7 @@ from opslot._base.errors import ConfigError, DataError
 from opslot.distributed import destroy_parallel_state
 from opslot.trainer.callbacks.writers import SAMPLES_FILE, read_lines, read_metrics
 from opslot.verify.tiny import tiny_config
-from tests.multimodal import draw, write_model, write_samples
+from tests.multimodal import draw, talk, write_model, write_samples
 from tests.trainer.runs import trainer_of
 
 
@@ -44,6 +44,50 @@ def test_run_and_export(vlm_settings, tmp_path, train):
     assert "AutoModelForImageTextToText" in out
     assert "M of them trained" not in out
     assert all("eval_loss" in record for record in read_metrics(tmp_path / "out") if record["step"] % 2 == 0)
+
+
+def write_damaged(folder, damaged, count=24):
+    """Conversations with an image each, of which those with a number in `damaged` do not decode; returns the file."""
+    lines = []
+    for number in range(count):
+        image = draw(folder / f"{number}.png", number)
+        if number in damaged:
+            image.write_bytes(b"no image")
+        lines.append(json.dumps({"messages": talk(image.name)}) + "\n")
+    (folder / "chat.jsonl").write_text("".join(lines))
+    return folder / "chat.jsonl"
+
+
+@pytest.fixture
+def during_training(monkeypatch):
+    """Samples are tokenized during training, in several shards."""
+    monkeypatch.setattr("opslot.trainer.run_data._MEDIA_AT_START", 0)
+    monkeypatch.setattr("opslot.trainer.run_data._MEDIA_SHARD_BYTES", 600)
+
+
+@pytest.mark.usefixtures("during_training")
+def test_samples_left_out_during_training_are_counted(vlm_settings, tmp_path, train):
+    vlm_settings["data"] |= {
+        "train_path": str(write_damaged(tmp_path / "train", range(0, 24, 2))),
+        "eval_path": str(write_damaged(tmp_path / "eval", range(5, 8), 8)),
+        "on_bad_sample": "skip",
+    }
+    del vlm_settings["train"]["max_steps"]
+    vlm_settings["train"] |= {"num_epochs": 1, "eval_steps": 100}
+    code, out, err = train()
+    assert code == 0, err
+    assert (
+        "data read so far; 12 samples left out: malformed; 3 samples of data.eval_path left out: malformed"
+        in " ".join(out.split())
+    )
+
+
+@pytest.mark.usefixtures("during_training")
+def test_only_damaged_samples_in_several_shards_raise(vlm_settings, tmp_path, train):
+    vlm_settings["data"] |= {"train_path": str(write_damaged(tmp_path / "a", range(24))), "on_bad_sample": "skip"}
+    code, _, err = train()
+    assert code == 2
+    assert "no documents to train on, or to evaluate with\n  found: 24 samples malformed" in err
 
 
 def test_steps_are_balanced_by_what_is_trained(vlm_settings, tmp_path):

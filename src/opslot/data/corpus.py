@@ -21,7 +21,7 @@ from opslot._base.logging import get_logger
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import Encoder, MediaDocument
 from opslot.data.records import ByteRange, split_into_shards
-from opslot.data.sources import no_text
+from opslot.data.sources import described_counts, no_text
 from opslot.data.tokenizing import TokenizingProcesses
 
 logger = get_logger(__name__)
@@ -43,7 +43,6 @@ class TokenShard:
 
     Attributes:
         lengths: tokens in each document, int64 [documents].
-        sample_counts: number of samples that the encoder changed or left out, by what was done.
 
     Raises:
         ValueError: the file is not what was written.
@@ -66,7 +65,6 @@ class TokenShard:
             raise ValueError("its checksum differs from the one that was written")
         if self._tokens.dtype == np.uint64:
             self._tokens = self._tokens.view(LABELED)
-        self.sample_counts: Counter[str] = Counter(json.loads(metadata[b"sample_counts"]))
         self.lengths: np.ndarray = np.diff(self._starts)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -211,9 +209,9 @@ class TokenCorpus:
         return total
 
     def sample_counts(self) -> Counter[str]:
-        """`TokenShard.sample_counts` of all shards that are tokenized so far."""
+        """Number of samples that the encoder changed or left out so far, by what was done."""
         cached = (number for number in range(len(self.sizes)) if self._is_cached(number))
-        return sum((self.shard(number).sample_counts for number in cached), Counter())
+        return sum((_sample_counts(self._path(number)) for number in cached), Counter())
 
     def num_trained(self) -> int:
         """Tokens with a label; tokenizes what is missing."""
@@ -291,7 +289,8 @@ class TokenCorpus:
             can_skip = getattr(self._encoder, "on_bad_sample", None) == "error"
             raise _unreadable(problems, _SKIPPING if can_skip else "")
         if not documents and len(self.sizes) == 1:
-            raise _unreadable([f"{no_text(list(self._stamps), bool(counts))}{_described(counts)}"])
+            described = f"; {described_counts(counts)}" if counts else ""
+            raise _unreadable([f"{no_text(list(self._stamps), bool(counts))}{described}"])
         return documents
 
     def _require_unchanged(self, ranges: Sequence[ByteRange]) -> None:
@@ -310,8 +309,12 @@ class TokenCorpus:
                 )
 
 
-def _described(counts: Counter[str]) -> str:
-    return "".join(f"; {count} samples {what}" for what, count in counts.items())
+def _sample_counts(path: Path) -> Counter[str]:
+    """Those of a shard, without reading its documents."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file:
+        return Counter(json.loads(pa.ipc.open_file(file).schema.metadata[b"sample_counts"]))
 
 
 _SKIPPING = (

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from opslot._base.errors import DataError
 from opslot.data.collation import make_sample
+from opslot.data.sources import described_counts
 
 if TYPE_CHECKING:
     from opslot.data.corpus import TokenCorpus, TokenShard
@@ -150,6 +151,7 @@ class PackedDataset(Dataset):
             if not epoch.samples or epoch.samples[-1] == 0:
                 raise DataError(
                     "no documents to train on, or to evaluate with",
+                    found=described_counts(self.corpus.sample_counts()),
                     hint="give more data, or a smaller data.eval_fraction",
                 )
             self._samples_per_epoch = epoch.samples[-1]

@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from opslot._base.logging import get_logger
@@ -141,6 +141,11 @@ def no_text(files: Sequence[Path], left_out: bool = False) -> str:
     """The error for files that hold only whitespace, or only samples that are left out."""
     what = "every sample is left out" if left_out else "no text in any of them"
     return f"{_names(files)}: {what}, so there is nothing to train on"
+
+
+def described_counts(counts: Mapping[str, int]) -> str:
+    """Numbers of samples that were changed or left out, by what was done, for an error."""
+    return ", ".join(f"{count:,} samples {what}" for what, count in counts.items())
 
 
 def _unreadable(path: Path) -> str | None:

@@ -121,11 +121,14 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
 def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
     from opslot.trainer.callbacks.writers import BEST_FOLDER, HF_FOLDER
 
+    changes = trainer.data.describe_changes()
     try:
         result = trainer.train()
     except CheckpointError as error:
         # One that cannot be written: before training, a CheckpointError is about the user's input.
         raise TrainingError(error.problem, hint=error.hint) from error
+    if (now := trainer.data.describe_changes()) != changes:
+        trainer.print(f"data read so far{now}")
     if result.completed:
         trainer.print(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
         # The other ranks get here while rank 0 still writes it.

@@ -121,7 +121,7 @@ class RunData:
         """Size of the training data."""
         if not self.tokenized_at_start:
             ahead = "" if self.is_complete else ", tokenized during training"
-            return f"{self.size / 1e6:,.0f} MB of text{ahead}"
+            return f"{self.size / 1e6:,.0f} MB of text{ahead}{self.describe_changes()}"
         tokens = sum(corpus.num_tokens() for corpus in self.corpora)
         documents = sum(corpus.num_documents() for corpus in self.corpora)
         if self.config.task == "pretrain":
@@ -132,14 +132,9 @@ class RunData:
         return text + self.describe_changes()
 
     def describe_changes(self) -> str:
-        """The samples that were cut or left out so far, e.g. "; 3 samples truncated"."""
-        counts: Counter[str] = sum((corpus.sample_counts() for corpus in self.corpora), Counter())
-        done = {
-            "truncated": "cut to data.max_seq_len",
-            "tag": "with <image>, <video> or <audio> as text, which stands for none of a column",
-            "unnamed media": "with the media of columns at the start of the first user's turn, for lack of tags",
-        }
-        return "".join(f"; {count:,} samples {done.get(what, f'left out: {what}')}" for what, count in counts.items())
+        """The samples that were cut or left out so far, e.g. "; 3 samples left out: malformed"."""
+        own = [data.corpus for data in self.eval_sets if data.corpus not in self.corpora]
+        return _described(self.corpora, "samples") + _described(own, "samples of data.eval_path")
 
     def loader(
         self, hidden_size: int = 0, rank: int = 0, world_size: int = 1, **options: Any
@@ -243,6 +238,16 @@ class RunData:
             documents=documents,
             pad_token_id=padding_token(self.tokenizer),
         )
+
+
+def _described(corpora: list[TokenCorpus], samples: str) -> str:
+    counts: Counter[str] = sum((corpus.sample_counts() for corpus in corpora), Counter())
+    done = {
+        "truncated": "cut to data.max_seq_len",
+        "tag": "with <image>, <video> or <audio> as text, which stands for none of a column",
+        "unnamed media": "with the media of columns at the start of the first user's turn, for lack of tags",
+    }
+    return "".join(f"; {count:,} {samples} {done.get(what, f'left out: {what}')}" for what, count in counts.items())
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
