@@ -62,6 +62,16 @@ def test_paths_that_are_not_files_raise(load, source, problem, tmp_path):
         load(source, tmp_path, Limits())
 
 
+@pytest.mark.parametrize("load", [load_image, load_video, lambda source, folder, _: load_audio(source, folder, 16000)])
+@pytest.mark.parametrize(
+    "source", ["a.bin", {"bytes": b"", "path": "a.bin"}, {"base64": ""}], ids=["file", "bytes", ""]
+)
+def test_empty_sources_raise(load, source, tmp_path):
+    (tmp_path / "a.bin").touch()
+    with pytest.raises(MediaError, match=r"(a\.bin|in the record).* is empty \(0 bytes\)"):
+        load(source, tmp_path, Limits())
+
+
 def test_file_url(tmp_path):
     folder = tmp_path / "a b"
     file = draw(folder / "50%.png", 1)
@@ -394,8 +404,10 @@ def test_audio_that_soundfile_does_not_know(tmp_path):
     expected = load_audio_track(str(file), tmp_path, 8_000)
     np.testing.assert_array_equal(load_audio(str(file), tmp_path, 8_000), expected)
     silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
-    with pytest.raises(MediaError, match=r"b.mp4 (does not decode|is not a 16-bit PCM WAV file)"):
+    with pytest.raises(MediaError, match=r"b.mp4 (does not decode|is not a 16-bit PCM WAV file)") as caught:
         load_audio(str(silent), tmp_path, 8_000)
+    # It is installed.
+    assert "PyAV" not in str(caught.value)
 
 
 def test_file_without_video_stream_raises(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import wave
 from pathlib import Path
@@ -41,7 +40,7 @@ def load_audio(source: Any, folder: Path, sampling_rate: int) -> np.ndarray:
         samples = _samples(value)
         rate = round(rate_of(source, "sampling_rate") or 0)
     else:
-        samples, rate = _decode_audio(read_source(value, folder), source, sampling_rate)
+        samples, rate = _decode_audio(read_source(source, folder), source, sampling_rate)
     if not samples.size:
         raise MediaError(f"the audio {describe(source)} has length zero")
     if not np.isfinite(samples).all():
@@ -75,7 +74,7 @@ def load_audio_track(source: Any, folder: Path, sampling_rate: int) -> np.ndarra
     value = value_of(source)
     if isinstance(value, np.ndarray | list):
         return None
-    data = read_source(value, folder)
+    data = read_source(source, folder)
     if is_animation(data):
         return None
     try:
@@ -134,10 +133,15 @@ def _decode_audio(data: bytes, source: Any, sampling_rate: int) -> tuple[np.ndar
 
         samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
     except Exception as error:
-        with contextlib.suppress(Exception):
+        hint, track = "", None
+        try:
             track = _track(data, source, sampling_rate)
-            if track is not None:
-                return track, sampling_rate
+        except MediaError:
+            hint = "; formats that soundfile does not know, such as AAC, need PyAV or torchcodec"
+        except Exception:  # of PyAV, for what is not audio
+            pass
+        if track is not None:
+            return track, sampling_rate
         if isinstance(error, ImportError):
             raise MediaError(
                 f"the audio {describe(source)} is not a 16-bit PCM WAV file, and soundfile is not installed; "
@@ -145,8 +149,5 @@ def _decode_audio(data: bytes, source: Any, sampling_rate: int) -> tuple[np.ndar
             ) from error
         # Without the name of the stream that it was read from.
         reason = getattr(error, "error_string", error)
-        raise MediaError(
-            f"the audio {describe(source)} does not decode ({reason}); formats that soundfile does not know, such as "
-            "AAC, need PyAV or torchcodec"
-        ) from error
+        raise MediaError(f"the audio {describe(source)} does not decode ({reason}){hint}") from error
     return samples, int(rate)

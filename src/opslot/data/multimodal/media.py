@@ -85,7 +85,7 @@ def load_image(source: Any, folder: Path, limits: Limits) -> Image:
         image = Image.fromarray(_pixels(value, (2, 3), "an image"))
     else:
         try:
-            image = Image.open(io.BytesIO(read_source(value, folder)))
+            image = Image.open(io.BytesIO(read_source(source, folder)))
             if limits.max_pixels is not None and image.width * image.height > limits.max_pixels:
                 # JPEG decodes at a reduced size, which bounds the memory of huge images.
                 image.draft("RGB", _scaled(image.size, limits.max_pixels))
@@ -145,7 +145,7 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
         raise MediaError(
             f"fps is of frames and arrays, and {describe(source)} is a file; remove it, and set data.max_fps"
         )
-    data = read_source(value, folder)
+    data = read_source(source, folder)
     return _decode_animation(data, source, limits) or _decode_video(data, source, folder, limits)
 
 
@@ -227,8 +227,19 @@ def value_of(source: Any) -> Any:
     return source
 
 
-def read_source(value: Any, folder: Path) -> bytes:
-    """The bytes of a file, a data URI, or `value` itself."""
+def read_source(source: Any, folder: Path) -> bytes:
+    """The bytes of a file, of a data URI or in the record.
+
+    Raises:
+        MediaError: a file that cannot be read, or no bytes.
+    """
+    data = _bytes_of(value_of(source), folder)
+    if not data:
+        raise MediaError(f"{describe(source)} is empty (0 bytes)")
+    return data
+
+
+def _bytes_of(value: Any, folder: Path) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str):
