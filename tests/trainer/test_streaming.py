@@ -4,11 +4,14 @@ import functools
 import json
 import math
 import multiprocessing
+import os
 import shutil
+import signal
 
 import pytest
 import yaml
 
+from opslot._base.errors import DataError
 from opslot.data.corpus import open_corpus
 from opslot.trainer import cli_train
 from opslot.trainer.callbacks.base import Callback
@@ -159,3 +162,25 @@ def test_workers_end_with_the_run(settings, tmp_path, monkeypatch):
         worker.kill()
     assert kept
     assert left == []
+
+
+class KillWorker(Callback):
+    """Kills a process of the dataloader after the first step."""
+
+    def on_step_end(self, trainer, record):
+        if record.step == 1:
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_killed_worker_raises_and_the_others_end(settings, tmp_path, packing):
+    """As where the machine is out of memory. The interpreter waited for the others at exit."""
+    settings["data"] |= {"num_workers": 2} | ({"max_tokens_per_batch": 64} if packing else {})
+    settings["train"]["max_steps"] = 1000
+    trainer = trainer_of(settings, tmp_path)
+    trainer.callbacks.append(KillWorker())
+    # The traceback keeps the frames alive.
+    with pytest.raises(DataError, match=r"a process of the dataloader exited") as caught:
+        trainer.train()
+    assert caught.value.__traceback__ is not None
+    assert multiprocessing.active_children() == []

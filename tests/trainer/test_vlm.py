@@ -82,6 +82,23 @@ def test_samples_left_out_during_training_are_counted(vlm_settings, tmp_path, tr
     )
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("packing", [True, False])
+def test_image_that_is_removed_during_training_is_one_error(vlm_settings, tmp_path, train, workers, packing):
+    """Without the traceback of the worker."""
+    file = write_damaged(tmp_path / "samples", ())
+    vlm_settings["data"] |= {"train_path": str(file), "packing": packing, "num_workers": workers}
+    vlm_settings["train"] |= {"max_steps": 1, "micro_batch_size": 1}
+    assert train()[0] == 0
+    for image in file.parent.glob("*.png"):
+        image.unlink()
+    code, _, err = train("--train.output_dir", str(tmp_path / "again"))
+    assert code == 2
+    assert err.startswith(f"opslot: error: {file}, line ")
+    assert ".png cannot be read (No such file or directory)" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.usefixtures("during_training")
 def test_only_damaged_samples_in_several_shards_raise(vlm_settings, tmp_path, train):
     vlm_settings["data"] |= {"train_path": str(write_damaged(tmp_path / "a", range(24))), "on_bad_sample": "skip"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -94,15 +95,38 @@ class _Loader:
             logger.warning("the data has changed since the checkpoint (data.allow_changes is set): %s", line)
         self.consumed = state["consumed"]
 
-    def _options(self) -> dict[str, Any]:
-        """Options of the DataLoader that the loaders have in common."""
-        return {
-            "num_workers": self.num_workers,
-            "pin_memory": self.pin_memory,
+    def _assembled(self, assemble: Callable[[Any], Any], numbers: Iterator[Any]) -> Iterator[Any]:
+        """What `assemble` returns in the workers, for one of `numbers` after the other.
+
+        Raises:
+            DataError: of a worker, all of which have then ended.
+        """
+        loader: DataLoader = DataLoader(
+            _Assembled(assemble),
+            batch_size=None,
+            sampler=numbers,
+            collate_fn=_identity,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
             # Seeds the workers; a draw from torch's default generator would change dropout.
-            "generator": torch.Generator(),
-            "worker_init_fn": _start_worker,
-        }
+            generator=torch.Generator(),
+            worker_init_fn=_start_worker,
+        )
+        batches: Any = iter(loader)
+        try:
+            for batch in batches:
+                if isinstance(batch, DataError):
+                    raise batch
+                yield batch
+        except (ConnectionError, EOFError) as error:
+            if not self.num_workers:
+                raise
+            # While a worker sent a batch.
+            raise _exited(error) from error
+        finally:
+            if self.num_workers:
+                # The traceback of an error holds a reference to `batches`, and workers ignore the SIGTERM of an exit.
+                batches._shutdown_workers()
 
 
 @dataclass(eq=False, repr=False)
@@ -128,11 +152,13 @@ class SampleLoader(_Loader):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         # Before workers are forked, so that they inherit what is known of the previous samples.
         self.dataset.prepare(self.consumed)
-        collate_fn = self.collate_fn or _collate_of(self.dataset)
-        loader = DataLoader(self.dataset, batch_sampler=self.sample_numbers(), collate_fn=collate_fn, **self._options())
-        for batch in loader:
+        for batch in self._assembled(self._assemble, self.sample_numbers()):
             self.consumed += self.micro_batch_size * self.world_size
             yield batch
+
+    def _assemble(self, numbers: list[int]) -> dict[str, Any]:
+        collate_fn = self.collate_fn or _collate_of(self.dataset)
+        return collate_fn([self.dataset[number] for number in numbers])
 
     def sample_numbers(self) -> Iterator[list[int]]:
         """This rank's sample numbers after the consumed ones, batch by batch, without end."""
@@ -159,6 +185,26 @@ class SampleLoader(_Loader):
 
 def _collate_of(dataset: PackedDataset | MixedDataset) -> Any:
     return collate if dataset.packing else collate_padded
+
+
+@contextlib.contextmanager
+def worker_errors() -> Iterator[None]:
+    """Raise DataError where a process of a dataloader was killed; torch raises that at any point of the main thread."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise _exited(error.__cause__ or error) from error
+
+
+def _exited(error: BaseException) -> DataError:
+    return DataError(
+        "a process of the dataloader exited",
+        found=" ".join(str(error).split()) or type(error).__name__,
+        hint="if the machine was out of memory, lower data.num_workers, or data.max_pixels and data.max_frames; "
+        "continue with train.checkpoint.resume_from: latest",
+    )
 
 
 def _start_worker(_worker: int) -> None:
@@ -200,14 +246,8 @@ class TokenLoader(_Loader):
     _steps_done: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        loader = DataLoader(
-            _MicroBatches(self.dataset, self.collate_fn or collate),
-            batch_size=None,
-            sampler=self._own_documents(),
-            collate_fn=_identity,
-            **self._options(),
-        )
-        for step, micro_batches in loader:
+        assemble = _MicroBatches(self.dataset, self.collate_fn or collate)
+        for step, micro_batches in self._assembled(assemble, self._own_documents()):
             self.consumed += len(step.numbers)
             self.step_size = int(step.lengths.sum())
             self._window, self._steps_done = step.window, step.steps_done
@@ -336,7 +376,20 @@ class StepDocuments(NamedTuple):
     steps_done: int
 
 
-class _MicroBatches(Dataset):
+class _Assembled(Dataset):
+    """What a function returns for the numbers of samples, or its DataError, to which torch would add tracebacks."""
+
+    def __init__(self, assemble: Callable[[Any], Any]) -> None:
+        self.assemble = assemble
+
+    def __getitem__(self, numbers: Any) -> Any:
+        try:
+            return self.assemble(numbers)
+        except DataError as error:
+            return error
+
+
+class _MicroBatches:
     """Packed micro batches [1, tokens] from the numbers of their samples."""
 
     # A rank without a document runs a batch without targets, since FSDP needs every rank for its collectives.
@@ -346,7 +399,7 @@ class _MicroBatches(Dataset):
         self.dataset = dataset
         self.collate_fn = collate_fn
 
-    def __getitem__(self, located: tuple[StepDocuments, list[list[int]]]) -> tuple[StepDocuments, list[dict[str, Any]]]:
+    def __call__(self, located: tuple[StepDocuments, list[list[int]]]) -> tuple[StepDocuments, list[dict[str, Any]]]:
         step, own = located
         return step, [self._collate(numbers) for numbers in own]
 

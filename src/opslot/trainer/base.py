@@ -16,6 +16,7 @@ import torch
 from opslot._base.errors import DataError, TrainingError
 from opslot.checkpoint.training_state import load_snapshot, read_state, take_snapshot
 from opslot.data.collation import count_targets
+from opslot.data.loader import worker_errors
 from opslot.distributed import (
     average_statistics,
     gather_objects,
@@ -249,12 +250,12 @@ class BaseTrainer(ABC):
 
         Raises:
             ConfigError: another run writes to the output folder.
-            DataError: no step has a token to predict.
+            DataError: no step has a token to predict, or a process of the dataloader was killed.
             TrainingError: a loss or gradient that is not finite, before it reaches the weights; a full disk or GPU.
             CheckpointError: a checkpoint cannot be written.
         """
         self.model.train()
-        with disk_errors(self.output_dir), memory_errors(self), contextlib.ExitStack() as locked:
+        with disk_errors(self.output_dir), memory_errors(self), worker_errors(), contextlib.ExitStack() as locked:
             on_first_rank(self._lock.acquire)
             locked.callback(self._lock.release)
             on_first_rank(lambda: write_description(self.output_dir, self.config, self.model))
