@@ -1,5 +1,6 @@
 """FLOPs of a training step, against counts by hand and torch's own counter."""
 
+import contextlib
 import inspect
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.models.flop_modules import AttentionShape
-from opslot.models.flops import audio_lengths, document_lengths, image_lengths, visible_pairs
+from opslot.models.flops import FlopCounter, audio_lengths, document_lengths, image_lengths, visible_pairs
 from opslot.trainer.processors import multimodal_class
 from opslot.verify.tiny import tiny_config
 from tests import omni
@@ -235,9 +236,58 @@ def test_audio_tower_and_projector_equal_torch_counter(name):
     assert opslot.count_flops(model, [], frames=[frames]).forward == counter.get_total_flops()
 
 
-def test_audio_encoder_of_another_form_is_reported():
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(tiny_config("gemma4"))
+CONFORMERS = {"gemma4": 128, "granite_speech": 160}
+
+
+def conformer(name):
+    """A tiny model with a Conformer, and the module that computes features of audio."""
+    config = tiny_config(name)
+    model = getattr(transformers, multimodal_class(config))._from_config(config, attn_implementation="eager")
+    return model, [module for module in model.modules() if hasattr(module, "get_audio_features")][-1]
+
+
+@pytest.mark.parametrize("name", CONFORMERS)
+def test_conformer_equals_torch_counter(name):
+    """Blocks with a context (Gemma) and without (Granite), with relative positions, whose number is constant."""
+    model, holder = conformer(name)
+    features = torch.randn(1, 1200, CONFORMERS[name])
+    mask = {"input_features_mask": torch.ones(1, 1200, dtype=torch.bool)} if name == "gemma4" else {}
+    counter = FlopCounterMode(display=False)
+    # The projector of the tiny Granite does not take it.
+    with contextlib.suppress(RuntimeError), counter:
+        holder.get_audio_features(features, **mask)
+    count = opslot.count_flops(model, [], frames=[1200])
+    assert count.forward == pytest.approx(counter.get_total_flops(), rel=1e-3)
+    assert not any("audio_tower" in part.path or "encoder" in part.path for part in count.uncounted)
+    model.requires_grad_(False)
+    assert opslot.count_flops(model, [], frames=[1200]).backward == 0
+    batch = {"input_features": features.expand(2, -1, -1)}
+    assert audio_lengths(batch, FlopCounter(model).frames_dim) == [1200, 1200]
+
+
+def test_attention_within_all_of_an_audio_is_quadratic():
+    """Of a Parakeet encoder, whose relative positions are twice as many as its rows."""
+    model, _ = conformer("nemotron_h_omni")
+    parts = [opslot.count_flops(model, [], frames=[frames]).parts["audio attention"].forward for frames in (800, 1600)]
+    assert 3.5 < parts[1] / parts[0] < 4.1
+
+
+def test_adapters_in_a_conformer_are_counted():
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = conformer("gemma4")
+    model.requires_grad_(False)
+    base = opslot.count_flops(model, [], frames=[800])
+    count = opslot.count_flops(
+        get_peft_model(model, LoraConfig(r=2, target_modules=r".*audio_tower.*ffw_layer_1.*linear")), [], frames=[800]
+    )
+    assert count.parts["audio adapters"].forward > 0
+    assert count.parts["audio linear"].forward == base.parts["audio linear"].forward
+    assert count.backward > 0
+
+
+def test_encoder_of_waveforms_is_reported():
+    model, _ = conformer("omniasr")
     assert "model.audio_tower" in [part.path for part in opslot.count_flops(model, [16], frames=[100]).uncounted]
 
 

@@ -24,6 +24,7 @@ class AudioEncoder:
         positions: of the convolutions and what joins their channels, by path in the encoder, for each frame.
         pool: rows that are averaged after the layers.
         width: channels of a row.
+        frames_dim: of the features that the encoder takes.
     """
 
     rows: float
@@ -31,6 +32,7 @@ class AudioEncoder:
     positions: dict[str, float]
     pool: int
     width: int
+    frames_dim: int = -1
 
     def rows_inside(self, path: str) -> float:
         """Rows of a module at `path` in the encoder for each frame."""

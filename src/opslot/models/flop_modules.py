@@ -14,10 +14,12 @@ from torch import nn
 
 from opslot._base.source import forward_source
 from opslot.models.flop_audio import AudioEncoder, read_audio_encoder
+from opslot.models.flop_measured import MeasuredAudioEncoder, measure_audio_encoder
 from opslot.ops.attention.options import head_widths, option_value
 from opslot.slots.protocol import attention_options
 
 TOKENS, PATCHES, FRAMES = "", "image", "audio"
+_CONVOLUTION = nn.modules.conv._ConvNd
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "num_q_heads")
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 
@@ -71,6 +73,10 @@ class ModuleReader:
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.streams = dict(_streams(self.modules, output))
         self.audio_path, self.audio = self._audio_encoder()
+        if self.audio is None:
+            self.streams = {path: None if stream == FRAMES else stream for path, stream in self.streams.items()}
+        elif isinstance(self.audio, MeasuredAudioEncoder):
+            self.streams |= dict.fromkeys(self._measured_paths(self.audio), FRAMES)
         self.head = next((path for path, module in self.modules.items() if module is output), None)
         in_towers = (module for path, module in self.modules.items() if self.streams[path] != TOKENS)
         tower_trained = any(p.requires_grad for module in in_towers for p in module.parameters(recurse=False))
@@ -90,7 +96,7 @@ class ModuleReader:
                 continue
             if stream is None:
                 if self.streams.get(_parent(path), TOKENS) is not None:
-                    self.uncounted.append(Uncounted(path, "neither text nor images, nor audio in Whisper's form"))
+                    self.uncounted.append(Uncounted(path, "audio whose encoder does not run without values"))
                     skipped += (f"{path}.",)
                 continue
             if _is_inactive(path, self.modules):
@@ -99,12 +105,28 @@ class ModuleReader:
             self._read(path, module, stream)
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 self.trained[stream] = True
+        if isinstance(self.audio, MeasuredAudioEncoder):
+            self._add_measured(self.audio)
 
-    def _audio_encoder(self) -> tuple[str, AudioEncoder | None]:
+    def _measured_paths(self, audio: MeasuredAudioEncoder) -> set[str]:
+        """The encoder and what follows it, such as a projector that is a model with the config of the whole."""
+        leaves = [path for path, module in self.modules.items() if isinstance(module, nn.Linear | _CONVOLUTION)]
+        inside = {path for path in leaves if audio.rows_of(path.rsplit(".", 2)[0] if _adapter_of(path) else path)}
+        others = {parent for path in leaves if path not in inside for parent in _parents(path)}
+        return (inside | {parent for path in inside for parent in _parents(path)}) - others
+
+    def _add_measured(self, audio: MeasuredAudioEncoder) -> None:
+        """What an encoder computes beside its linear layers and convolutions: attention."""
+        gradients = 2 * any(p.requires_grad for p in self.modules[self.audio_path].parameters())
+        self.matmuls.append(Matmul(FRAMES, "attention", audio.linear, gradients * audio.linear))
+        if pair := audio.quadratic / audio.rows**2:
+            self.attention.append(AttentionFlops(FRAMES, AttentionShape(causal=False), pair, gradients * pair))
+
+    def _audio_encoder(self) -> tuple[str, AudioEncoder | MeasuredAudioEncoder | None]:
         """The path of the audio encoder and its rows; those of a second one would need frames of their own."""
         for path, module in self.modules.items():
             if self.streams[path] == FRAMES and _is_model(module):
-                return path, read_audio_encoder(module)
+                return path, read_audio_encoder(module) or measure_audio_encoder(self.modules, path)
         return "", None
 
     def _in_order(self) -> list[str]:
@@ -128,11 +150,12 @@ class ModuleReader:
 
     def _read(self, path: str, module: nn.Module, stream: str) -> None:
         own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, nn.Embedding):
+        is_measured = stream == FRAMES and isinstance(self.audio, MeasuredAudioEncoder)
+        if isinstance(module, nn.Embedding) or (is_measured and not isinstance(module, nn.Linear | _CONVOLUTION)):
             return
         if isinstance(module, nn.Linear):
             self._add_matmul(path, stream, module.in_features * module.out_features, own)
-        elif isinstance(module, nn.modules.conv._ConvNd):
+        elif isinstance(module, _CONVOLUTION):
             self._add_matmul(path, stream, own["weight"].numel(), own, part="convolution")
         elif "expert" in f"{path} {type(module).__name__}".lower() and _stacked_shapes(module):
             self._read_experts(path, module, stream, own)
@@ -182,6 +205,8 @@ class ModuleReader:
                 return 0.0
             return top_k / len(self.modules[found])
         if stream == FRAMES and self.audio is not None:
+            if isinstance(self.audio, MeasuredAudioEncoder):
+                return self.audio.rows_of(path)
             if path.startswith(f"{self.audio_path}."):
                 return self.audio.rows_inside(path.removeprefix(f"{self.audio_path}."))
             return self.audio.rows_after(_first_features(self.modules[_outermost(path, self.modules)]))
@@ -327,7 +352,7 @@ def _tower(path: str, module: Any, models: dict[str, Any]) -> str | None:
     )
     audio = "audio" in f"{modalities if 'text' not in modalities else ''} {type(module.config).__name__}".lower()
     if audio:
-        return FRAMES if read_audio_encoder(module) is not None else None
+        return FRAMES
     return PATCHES
 
 

@@ -112,11 +112,13 @@ class FlopCounter:
 
     Attributes:
         uncounted: modules whose FLOPs are missing.
+        frames_dim: of the audio features that the model takes, for `audio_lengths`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = ModuleReader(model)
         self.uncounted = tuple(modules.uncounted)
+        self.frames_dim = modules.audio.frames_dim if modules.audio is not None else -1
         self._frame_rows = modules.audio.rows if modules.audio is not None else 1.0
         self._per_token: dict[tuple[str, str], Flops] = _summed(modules.matmuls)
         self._per_pair: dict[tuple[str, AttentionShape], Flops] = _summed(modules.attention)
@@ -218,16 +220,16 @@ def image_lengths(batch: dict[str, Any]) -> list[int]:
     return [height * width for grid in grids for frames, height, width in grid.tolist() for _ in range(frames)]
 
 
-def audio_lengths(batch: dict[str, Any]) -> list[int]:
-    """Frames of each audio of a micro batch, from its mel features [N, mels, frames]: without the padding where the
-    model is given its mask."""
+def audio_lengths(batch: dict[str, Any], frames_dim: int = -1) -> list[int]:
+    """Frames of each audio of a micro batch, from its mel features [N, mels, frames], or [N, frames, mels] with
+    `frames_dim` -2: without the padding where the model is given its mask."""
     features = batch.get("input_features")
     if features is None:
         return []
     mask = batch.get("feature_attention_mask")
     if mask is not None:
         return mask.sum(-1).tolist()
-    return [features.shape[-1]] * (len(features) if features.ndim == 3 else 1)
+    return [features.shape[frames_dim]] * (len(features) if features.ndim == 3 else 1)
 
 
 def _short(flops: float) -> str:

@@ -59,7 +59,7 @@ class StepMeter:
         """FLOPs of micro batches, before they are divided over the ranks of one sequence."""
         lengths = [length for batch in micro_batches for length in document_lengths(batch)]
         patches = [length for batch in micro_batches for length in image_lengths(batch)]
-        frames = [length for batch in micro_batches for length in audio_lengths(batch)]
+        frames = [length for batch in micro_batches for length in audio_lengths(batch, self.flops.frames_dim)]
         return self.flops.count(lengths, patches=patches, frames=frames).total
 
     def measurements(self, tokens: int, flops: float) -> dict[str, Any]:

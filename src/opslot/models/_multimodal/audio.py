@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,12 +62,18 @@ class AudioInputs:
         # A model's own code may raise anything.
         except Exception:
             return None
-        return probe.first(self._candidates(name, probe.model))
+        return probe.first(self._candidates(name, probe.model, self._lengths()))
 
-    def _candidates(self, name: str, model: nn.Module) -> Iterator[Inputs]:
+    def of_length(self, model: nn.Module, frames: int) -> Iterator[Inputs]:
+        """Mel features of so many frames on the meta device, in each form that the encoder of `model` may take."""
+        name = _KINDS[0]
+        for inputs in self._candidates(name, model, [frames]) if name in self._parameters else ():
+            yield {**inputs, name: inputs[name].to("meta")}
+
+    def _candidates(self, name: str, model: nn.Module, lengths: Sequence[int]) -> Iterator[Inputs]:
         """Inputs of one audio, the shortest first."""
         for dtype in (torch.bool, torch.int64):
-            for length in self._lengths():
+            for length in lengths:
                 for rest in self._rest(name, length, dtype):
                     yield from ({name: features, **rest} for features in self._forms(name, length, model))
 

@@ -72,6 +72,14 @@ def count_features(outputs: Any) -> int:
 
 
 def _copy(holder: Any) -> Any:
+    model = meta_copy(holder)
+    model.to_empty(device="cpu")
+    model.initialize_weights()
+    return model.eval()
+
+
+def meta_copy(holder: Any) -> Any:
+    """A copy of a module on the meta device, without decoder layers."""
     modules = ("transformers.models.", "opslot.generated.")
     found = (cls for cls in type(holder).__mro__ if cls.__module__.startswith(modules))
     cls: Any = next(found, derived_from(type(holder)) or type(holder))
@@ -86,8 +94,6 @@ def _copy(holder: Any) -> Any:
                 del child[:]
             elif isinstance(child, nn.ModuleList):
                 _share_equal(child)
-    model.to_empty(device="cpu")
-    model.initialize_weights()
     return model.eval()
 
 
