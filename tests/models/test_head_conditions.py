@@ -53,6 +53,19 @@ def check(model, change, match, labels=None):
     torch.testing.assert_close(loss_and_gradients(model, ids, labels), loss_and_gradients(original, ids, labels))
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_options_of_kernels_are_not_arguments_of_a_model(arch):
+    """Transformers' loss functions ignore them, and so do kernels, instead of computing another loss."""
+    model = model_of(arch)
+    options = {"label_smoothing": 0.5, "logit_scale": 2.0, "head": 1}
+    ids = random_ids(model.config)
+    expected = model(input_ids=ids, labels=ids, **options).loss
+    opslot.apply(model, FUSED)
+    found = model(input_ids=ids, labels=ids, **options)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, expected)
+
+
 class Halves(torch.Tensor):
     """A weight stored as half of itself, which only torch's linear and what modules do can read."""
 

@@ -22,6 +22,11 @@ HEAD = """
 
             return loss, logits
 """
+ARGUMENTS = "self.lm_head.weight, labels, bias=getattr(self.lm_head, 'bias', None), head=self.lm_head"
+OF_FORWARD = (
+    "**{name: kwargs[name] for name in ('num_items_in_batch', 'ignore_index', 'shift_labels') if name in kwargs}"
+)
+KEYWORDS = "logits=logits, labels=labels, vocab_size=self.config.vocab_size"
 
 
 @pytest.mark.parametrize(
@@ -34,22 +39,21 @@ HEAD = """
 @pytest.mark.parametrize(
     ("call", "rest"),
     [
-        ("self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)", ", **kwargs"),
-        ("self.loss_function(logits, labels, self.vocab_size, **kwargs)", ", **kwargs"),
+        (f"self.loss_function({KEYWORDS}, **kwargs)", f", {OF_FORWARD}"),
+        ("self.loss_function(logits, labels, self.vocab_size, **kwargs)", f", {OF_FORWARD}"),
         ("self.loss_function(logits, labels, self.vocab_size)", ""),
     ],
 )
 def test_slot_loss_causal(rewrite, patch, logits, head_input, call, rest):
     patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "causal"))
     text = rewrite(HEAD.format(logits=logits, call=call), patch)
-    head = "self.lm_head.weight, labels, bias=self.lm_head.bias, head=self.lm_head"
     expected = f"""
         hidden_states = self.model(x)
         # --- Patch.1 ---
         loss_kernel = self._opslot_cross_entropy_loss if labels is not None else None
         if loss_kernel is not None and loss_kernel.can_serve(self, self.lm_head):
             logits = None
-            loss = loss_kernel({head_input}, {head}{rest})
+            loss = loss_kernel({head_input}, {ARGUMENTS}{rest})
         else:
             {logits}
 
@@ -68,10 +72,7 @@ def test_slot_loss_passes_the_number_of_labels_on(rewrite, patch):
     call = "self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)"
     text = rewrite(HEAD.format(logits="logits = self.lm_head(hidden_states)", call=call), patch)
     given = "**{name: kwargs[name] for name in ('num_items_in_batch', 'shift_labels') if name in kwargs}"
-    assert (
-        f"loss_kernel(hidden_states, self.lm_head.weight, labels, bias=self.lm_head.bias, head=self.lm_head, {given})"
-        in text
-    )
+    assert f"loss_kernel(hidden_states, {ARGUMENTS}, {given})" in text
     assert f"{call.removesuffix(')')}, {given})" in text
 
 
@@ -113,8 +114,7 @@ def test_slot_loss_with_changed_logits(rewrite, patch, logits, arguments):
     text = rewrite(HEAD.format(logits="\n            ".join(logits), call=CALL), patch)
     (call,) = [line.strip() for line in text.splitlines() if "loss_kernel(" in line]
     middle = f", {arguments}" if arguments else ""
-    head = "self.lm_head.weight, labels, bias=self.lm_head.bias, head=self.lm_head"
-    assert call == f"loss = loss_kernel(x, {head}{middle}, **kwargs)"
+    assert call == f"loss = loss_kernel(x, {ARGUMENTS}{middle}, {OF_FORWARD})"
 
 
 OWN_LOSS = """
@@ -151,8 +151,8 @@ def test_slot_loss_selects_the_same_rows_of_the_hidden_states(rewrite, patch):
             shift_head_input = shift_head_input[mask.to(head_input.device) != 0]
             shift_labels = shift_labels[mask.to(shift_labels.device) != 0].contiguous()
         flat_head_input = shift_head_input
-        loss = loss_kernel(flat_head_input, self.lm_head.weight, None, bias=self.lm_head.bias, head=self.lm_head, \
-shift_labels=shift_labels.view(-1))
+        loss = loss_kernel(flat_head_input, self.lm_head.weight, None, bias=getattr(self.lm_head, 'bias', None), \
+head=self.lm_head, shift_labels=shift_labels.view(-1))
     """)
 
 

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 _CASTS = ("float", "contiguous")
 _CROSS_ENTROPIES = ("nn.functional.cross_entropy", "F.cross_entropy", "torch.nn.functional.cross_entropy")
 LOSS_CALL = "self.loss_function"
+# What Transformers' loss functions read of the arguments of a forward; they ignore others, even if a kernel has an
+# option of that name (label_smoothing).
+_READ_OF_FORWARD = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 class UnknownLossError(Exception):
@@ -29,7 +32,8 @@ class FusedLoss(ast.NodeTransformer):
         labels_in_place: bool,
     ) -> None:
         self.head, self.shape = head, shape
-        self.bias = f"{bias}.view(-1).to({head}.weight.dtype)" if bias else f"{head}.bias"
+        # PEFT's wrapper of a head with trained tokens has no bias.
+        self.bias = f"{bias}.view(-1).to({head}.weight.dtype)" if bias else f"getattr({head}, 'bias', None)"
         self.criteria, self.labels_in_place = criteria, labels_in_place
         # Variables that hold rows of the logits, what holds those rows of the hidden states, and whether the rows are
         # still [batch, sequence].
@@ -181,8 +185,14 @@ class FusedLoss(ast.NodeTransformer):
         arguments += f", shift_labels={ast.unparse(shifted)}" if shifted is not None else ""
         arguments += self.shape
         for keyword in rest:
-            value = ast.unparse(self.visit(copy.deepcopy(keyword.value)))
-            arguments += f", **{value}" if keyword.arg is None else f", {keyword.arg}={value}"
+            value = self.visit(copy.deepcopy(keyword.value))
+            if keyword.arg is not None:
+                arguments += f", {keyword.arg}={ast.unparse(value)}"
+            elif isinstance(value, ast.Name):
+                read: tuple[str, ...] = _READ_OF_FORWARD[: 2 if shifted is not None else 3]
+                arguments += f", **{selected(value.id, read)}"
+            else:
+                arguments += f", **{ast.unparse(value)}"
         return ast.parse(f"loss_kernel({arguments})", mode="eval").body
 
 
@@ -192,6 +202,11 @@ def _criterion_options(call: ast.Call) -> list[ast.keyword]:
     if any(k.arg not in ("ignore_index", "label_smoothing", "input", "target") for k in options):
         raise UnknownLossError(f"calls its loss as `{short_source(call)}`")
     return [k for k in options if k.arg in ("ignore_index", "label_smoothing")]
+
+
+def selected(mapping: str, names: tuple[str, ...]) -> str:
+    """A dict of those of `names` that a mapping has."""
+    return f"{{name: {mapping}[name] for name in {names!r} if name in {mapping}}}"
 
 
 def is_loss(node: ast.AST, criteria: Iterable[str]) -> bool:

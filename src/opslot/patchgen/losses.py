@@ -23,6 +23,7 @@ from opslot.patchgen.fused_loss import (
     UnknownLossError,
     is_loss,
     method_of,
+    selected,
     short_source,
     uses_names,
     without_casts,
@@ -81,7 +82,8 @@ if (
     pooled_hidden_states = hidden_states[
         torch.arange(batch_size, device=hidden_states.device), last_non_pad_token
     ]
-    loss = loss_kernel(pooled_hidden_states, self.score.weight, labels, bias=self.score.bias, head=self.score)
+    bias = getattr(self.score, "bias", None)
+    loss = loss_kernel(pooled_hidden_states, self.score.weight, labels, bias=bias, head=self.score)
 else:
     $match"""
 
@@ -93,7 +95,8 @@ if labels is not None:
 _TOKEN_TEMPLATE = """\
 loss_kernel = self.{attribute} if labels is not None else None
 if loss_kernel is not None and loss_kernel.can_serve(self, self.score):
-    loss = loss_kernel(sequence_output, self.score.weight, labels, bias=self.score.bias, head=self.score)
+    bias = getattr(self.score, "bias", None)
+    loss = loss_kernel(sequence_output, self.score.weight, labels, bias=bias, head=self.score)
 else:
     $match"""
 
@@ -178,8 +181,8 @@ def _pass_on_arguments(forward: ast.FunctionDef) -> bool:
             continue
         given = {keyword.arg for keyword in node.keywords}
         if None not in given and {"logits", "labels"} <= given and not given & set(_PASSED_ON):
-            names = f"{{name: {rest.arg}[name] for name in {_PASSED_ON!r} if name in {rest.arg}}}"
-            node.keywords.append(ast.keyword(None, ast.parse(names, mode="eval").body))
+            passed_on = ast.parse(selected(rest.arg, _PASSED_ON), mode="eval").body
+            node.keywords.append(ast.keyword(None, passed_on))
             changed = True
     return changed
 
