@@ -20,7 +20,16 @@ FUSED = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
 ADAPTERS = {
     "lora": {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False, "use_rslora": True},
     "whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 500]}},
+    "tied tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 500]},
+    "tied tokens and lora": {
+        "target_modules": ["lm_head"],
+        "trainable_token_indices": [3, 500],
+        "init_lora_weights": False,
+        "lora_alpha": 1,
+    },
 }
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
 
 class Sizes(TorchDispatchMode):
@@ -38,16 +47,16 @@ class Sizes(TorchDispatchMode):
         return out
 
 
-def base_model():
+def base_model(tied=False):
     torch.manual_seed(0)
     config = tiny_config("qwen3")
     config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
-    config.vocab_size, config.tie_word_embeddings = VOCAB, False
+    config.vocab_size, config.tie_word_embeddings = VOCAB, tied
     return AutoModelForCausalLM.from_config(config)
 
 
 def peft_model(adapters):
-    return get_peft_model(base_model(), LoraConfig(r=3, **ADAPTERS[adapters]))
+    return get_peft_model(base_model(adapters.startswith("tied")), LoraConfig(r=3, **ADAPTERS[adapters]))
 
 
 def loss_and_gradients(model, ids, **options):
@@ -65,7 +74,7 @@ def test_loss_and_gradients_equal_those_of_the_logits(adapters, order):
         found = copy.deepcopy(expected)
         opslot.apply(found, FUSED)
     else:
-        found = base_model()
+        found = base_model(adapters.startswith("tied"))
         opslot.apply(found, FUSED)
         found = get_peft_model(found, LoraConfig(r=3, **ADAPTERS[adapters]))
         found.load_state_dict(expected.state_dict())
@@ -75,7 +84,7 @@ def test_loss_and_gradients_equal_those_of_the_logits(adapters, order):
         (loss, gradients), (wanted_loss, wanted) = (loss_and_gradients(m, ids, **options) for m in (found, expected))
         torch.testing.assert_close(loss, wanted_loss, rtol=1e-5, atol=1e-6)
         assert gradients.keys() == wanted.keys()
-        assert any("lm_head" in name for name in wanted)
+        assert any("lm_head" in name or "tokens_delta" in name for name in wanted)
         for name, gradient in wanted.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
     with found.disable_adapter(), expected.disable_adapter():
@@ -126,6 +135,19 @@ def test_other_adapters_of_the_head_compute_logits():
     opslot.apply(model, "auto")
     torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
     with pytest.raises(ConfigError, match="adapter of the kind Dora"):
+        opslot.apply(model, FUSED)
+
+
+def test_trained_tokens_of_a_head_with_a_bias_compute_logits():
+    """PEFT leaves the bias out until the rows are merged."""
+    model = base_model()
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
+    model = get_peft_model(model, LoraConfig(r=2, **ADAPTERS["tokens"]))
+    ids = torch.randint(0, VOCAB, (2, 5))
+    expected = model(input_ids=ids, labels=ids).loss
+    opslot.apply(model, "auto")
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
+    with pytest.raises(ConfigError, match="trained tokens and a bias"):
         opslot.apply(model, FUSED)
 
 

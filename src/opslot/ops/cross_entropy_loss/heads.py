@@ -13,7 +13,7 @@ from transformers.loss import loss_utils
 from opslot._base.errors import KernelError
 from opslot._base.wrapper_tensors import wrapper_class
 from opslot.ops._common.hooks import has_own_hooks
-from opslot.ops.cross_entropy_loss.low_rank import adds_adapters, has_low_rank, linear_of, low_rank_problem
+from opslot.ops.cross_entropy_loss.low_rank import adds_adapters, has_low_rank, layers_of, low_rank_problem
 from opslot.slots import BoundKernel, protocol, walk_slots
 
 
@@ -22,8 +22,8 @@ def can_serve(kernel: BoundKernel, model: Any, head: Any, *around: Any) -> bool:
 
     True if `head` is an nn.Linear whose forward is not replaced, without hooks, and the loss is Transformers', except
     in evaluation (eval mode without gradients, outside `loss_only`), where callers may read the logits. The head may
-    be the trained copy of PEFT's `modules_to_save`, and have LoRA adapters if the kernel adds them. The forwards of the
-    modules `around` it, which do not run, must not be replaced either.
+    be the trained copy of PEFT's `modules_to_save`, have trained tokens, and have LoRA adapters if the kernel adds
+    them. The forwards of the modules `around` it, which do not run, must not be replaced either.
 
     Raises:
         KernelError: it does not compute the same, and the kernel was named explicitly.
@@ -40,7 +40,7 @@ def can_serve(kernel: BoundKernel, model: Any, head: Any, *around: Any) -> bool:
 
 
 def _head_problem(kernel: BoundKernel, model: Any, head: Any, around: tuple[Any, ...]) -> str | None:
-    linear = linear_of(head)
+    *_, linear = layers = layers_of(head)
     if "linear" in protocol.attached(linear):
         if kernel.name != "batch_invariant":
             return "the output head is bound by linear_implementation, which only batch_invariant computes too"
@@ -50,14 +50,12 @@ def _head_problem(kernel: BoundKernel, model: Any, head: Any, around: tuple[Any,
         return f"the output head's weight is stored as {stored}"
     if any("forward" in module.__dict__ for module in around):
         return "the forward of a module around the output head was replaced"
-    if any(map(has_own_hooks, (head, linear, *around))):
+    if any(map(has_own_hooks, (*layers, *around))):
         return "the output head has hooks, which need its output"
-    if has_low_rank(head):
-        if not adds_adapters(kernel.kernel):
-            return "the output head has LoRA adapters, which this kernel does not add"
-        problem = low_rank_problem(head)
-        if problem:
-            return problem
+    if has_low_rank(head) and not adds_adapters(kernel.kernel):
+        return "the output head has LoRA adapters, which this kernel does not add"
+    if problem := low_rank_problem(head):
+        return problem
     if getattr(model, "_loss_function", None) is not None:
         return "the model's loss_function was replaced by one of your own"
     # Transformers selects the function by the model's `loss_type`, from a mapping to which functions can be added.

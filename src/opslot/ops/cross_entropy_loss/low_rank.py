@@ -1,5 +1,7 @@
 """Output heads with adapters of PEFT: the linear layer below them, and what LoRA adds to its logits.
 
+The weight of a head with trained copies of some rows (`trainable_token_indices`) is computed when it is read.
+
 PEFT is not imported: a head has its layers only if it is loaded.
 """
 
@@ -31,19 +33,44 @@ def _is(module: Any, source: str, name: str) -> bool:
     return cls.__module__ == source and cls.__name__ == name
 
 
+def layers_of(head: Any) -> list[Any]:
+    """`head`, and in PEFT's wrappers what they hold, down to the layer of which `head.weight` is the weight.
+
+    Below LoRA that is the base layer, in `modules_to_save` the trained copy.
+    """
+    layers = [head]
+    while (inner := _inside(layers[-1])) is not None:
+        layers.append(inner)
+    return layers
+
+
 def linear_of(head: Any) -> Any:
-    """The layer whose weight `head.weight` is: the one below LoRA, or the trained copy of `modules_to_save`."""
-    if has_low_rank(head):
-        return head.base_layer
-    if _is(head, "peft.utils.other", "ModulesToSaveWrapper"):
-        names = head.active_adapters
-        trained = not head.disable_adapters and names and all(name in head.modules_to_save for name in names)
-        return head.modules_to_save[names[0]] if trained else head.original_module
-    return head
+    """The innermost of `layers_of(head)`."""
+    return layers_of(head)[-1]
+
+
+def _inside(layer: Any) -> Any:
+    if has_low_rank(layer):
+        return layer.base_layer
+    if _has_trained_rows(layer):
+        return layer.original_module
+    if _is(layer, "peft.utils.other", "ModulesToSaveWrapper"):
+        names = layer.active_adapters
+        trained = not layer.disable_adapters and names and all(name in layer.modules_to_save for name in names)
+        return layer.modules_to_save[names[0]] if trained else layer.original_module
+    return None
+
+
+def _has_trained_rows(layer: Any) -> bool:
+    return _is(layer, "peft.utils.other", "TrainableTokensWrapper")
 
 
 def low_rank_problem(head: Any) -> str | None:
-    """Why the adapters of `head` are more than a low-rank matmul that is added to the logits; None if they are not."""
+    """Why the adapters of `head` are more than a weight and a low-rank matmul added to the logits; None if not."""
+    *wrappers, linear = layers_of(head)
+    if any(map(_has_trained_rows, wrappers)) and linear.bias is not None:
+        # PEFT adds the bias only after the rows were merged.
+        return "the output head has trained tokens and a bias"
     if not has_low_rank(head) or head.merged or head.disable_adapters:
         return None
     for name in _active(head):
