@@ -91,6 +91,18 @@ def test_losses_that_do_not_shift_labels(arch, ops):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+def test_z_loss_is_not_added_once_for_each_call():
+    config = tiny_config("bamba")
+    config.z_loss_coefficient = 0.5
+    model = transformers.BambaForCausalLM(config).eval()
+    labels = torch.randint(3, 60, (3, 6))
+    calls = [{"input_ids": own, "labels": own} for own in (labels[:1], labels[1:])]
+    found = sum(call_with_share_of_loss(model, call, num_items_in_batch=15).loss for call in calls)
+    torch.testing.assert_close(found, call_with_share_of_loss(model, {"input_ids": labels, "labels": labels}, 15).loss)
+    torch.testing.assert_close(found, model(input_ids=labels, labels=labels).loss)
+    assert model.z_loss_coefficient == 0.5
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -113,6 +113,13 @@ def test_gpu_sizes_are_used_where_a_config_class_takes_them():
     assert [config.hidden_size for config in tiny_configs("bamba", GPU_SIZES)][-1] == 32
 
 
+def test_packed_leaves_out_a_z_loss():
+    config = tiny_config("bamba")
+    config.z_loss_coefficient = 0.5
+    found = check_architecture(config, checks=["packed"])["packed"]
+    assert (found.result, found.detail) == ("passed", "equals the documents alone, without the z-loss")
+
+
 def test_checks_on_two_processes(processes):
     found = check_architecture("qwen3_moe", checks=("fsdp", "sp", "ep"), processes=processes)
     assert [(o.name, o.result) for o in found.outcomes] == [("fsdp", "passed"), ("sp", "passed"), ("ep", "passed")]

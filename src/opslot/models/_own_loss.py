@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,10 +42,28 @@ def call_with_share_of_loss(model: Any, inputs: dict[str, Any], num_items_in_bat
             labels[:, -1] = 0
         inputs = {**inputs, "labels": labels}
     # With a cache, Transformers does not look for packed documents in position_ids.
-    outputs = model(**inputs, use_cache=False, num_items_in_batch=torch.full((), items, device=labels.device))
+    inputs = {**inputs, "use_cache": False, "num_items_in_batch": torch.full((), items, device=labels.device)}
+    with _share_of_z_loss(whole, inputs, items):
+        outputs = model(**inputs)
     if own is not None:
         outputs.loss = outputs.loss * (own / items)
     return outputs
+
+
+@contextlib.contextmanager
+def _share_of_z_loss(model: Any, inputs: dict[str, Any], items: int) -> Iterator[None]:
+    """Context in which Bamba's z-loss, a mean over the positions of one call, has the weight of the call's labels."""
+    coefficient = getattr(model, "z_loss_coefficient", None)
+    if not coefficient:
+        yield
+        return
+    shifted = inputs.get("shift_labels")
+    counted = inputs["labels"][:, 1:] if shifted is None else shifted
+    model.z_loss_coefficient = coefficient * int((counted != IGNORE_INDEX).sum()) / items
+    try:
+        yield
+    finally:
+        model.z_loss_coefficient = coefficient
 
 
 def averages_its_own_labels(model: Any) -> bool:

@@ -10,7 +10,7 @@ In float32, with samples of text and, where the model takes them, of images, vid
 - fsdp, sp, ep: two processes (gloo) give the loss and gradients of one;
 - checkpoint: Transformers' `from_pretrained` reads what opslot saves and the reverse, value for value.
 
-packed, fsdp, sp and ep leave out a load-balancing loss, which is not a sum over documents or ranks.
+packed, fsdp, sp and ep leave out a load-balancing loss and a z-loss, which are not sums over documents or ranks.
 
 On a GPU and in 16 bits auto and packed, with the kernels of that GPU and sizes that they take. In 16 bits, gradients
 of packed documents may be twice as far from those in float32 as Transformers' own are.

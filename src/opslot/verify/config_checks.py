@@ -94,8 +94,8 @@ class ConfigChecks:
         self.device, self.dtype = device, dtype
         self.ids = random_ids(config, LENGTH if device.type == "cpu" else _GPU_LENGTH)
         self._one_process: dict[tuple[int, ...], dict[str, Tensor]] = {}
-        # The load-balancing loss is not a sum over documents or ranks.
-        self._separable, self._note = _without_router_loss(config)
+        # The load-balancing loss and the z-loss are not sums over documents or ranks.
+        self._separable, self._note = _without_means_over_calls(config)
 
     def outcome(self, check: str) -> CheckOutcome:
         function = getattr(self, f"_{check}", None)
@@ -304,16 +304,19 @@ class ConfigChecks:
             return loss_and_gradients(model, batch)
 
 
-def _without_router_loss(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
-    """A config whose model does not add a load-balancing loss, and a note about it where that changes the config."""
+def _without_means_over_calls(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
+    """A config whose model does not add a load-balancing loss or a z-loss (Bamba), and a note about those left out."""
     found = copy.deepcopy(config)
     parts = [found]
     for part in parts:
         parts.extend(p for name in part.sub_configs if (p := getattr(part, name, None)) is not None)
-    adding = [part for part in parts if getattr(part, "output_router_logits", False)]
-    for part in adding:
-        part.output_router_logits = False
-    return found, ", without the load-balancing loss" if adding else ""
+    left_out: dict[str, None] = {}
+    for field, loss in (("output_router_logits", "load-balancing loss"), ("z_loss_coefficient", "z-loss")):
+        for part in parts:
+            if value := getattr(part, field, None):
+                setattr(part, field, type(value)())
+                left_out[loss] = None
+    return found, f", without the {' and the '.join(left_out)}" if left_out else ""
 
 
 def _joined(selected: list[Tensor], lengths: list[int]) -> tuple[list[Tensor], list[Tensor]]:
