@@ -79,6 +79,14 @@ def test_command_verify_fails_with_a_reason(capsys):
     assert "kyutai_speech_to_text: failed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("file", "model_type"), [("blip_text", "blip_text_model"), ("maskformer_swin", "maskformer-swin")]
+)
+def test_command_verify_states_why_one_of_several_files_is_not_checked(file, model_type, capsys):
+    assert main(["discover", file, "--verify"]) == 1
+    assert f"Transformers has no language model of model_type '{model_type}'" in capsys.readouterr().out
+
+
 @pytest.mark.quick("qwen3_moe", "longcat_flash")
 @pytest.mark.parametrize(
     "arch", ["qwen3_moe", "gemma2", "glm4v", "deepseek_v3", "llama4", "longcat_flash", "qwen2_5_omni"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot.models._build import auto_class_name
-from opslot.models._registry import folder_of_models
 from opslot.patchgen.releases import installed_release, version_key
 from opslot.patchgen.source import modeling_module
 from opslot.verify.tiny_sizes import (
@@ -110,8 +110,7 @@ def model_type_of(arch: str) -> str:
     if arch in CONFIG_MAPPING_NAMES:
         return arch
     inside = [name for name in CONFIG_MAPPING_NAMES if model_type_to_module_name(name) == arch]
-    # One of several files in a folder (data2vec_text).
-    inside = inside or [name for name in CONFIG_MAPPING_NAMES if folder_of_models(name) == arch]
+    inside = inside or _model_types_of_file(arch)
     if not inside:
         near = difflib.get_close_matches(arch, CONFIG_MAPPING_NAMES, 3)
         raise ConfigError(
@@ -119,6 +118,17 @@ def model_type_of(arch: str) -> str:
             hint=f"did you mean {' or '.join(map(repr, near))}?" if near else "give a model_type, e.g. 'qwen3'",
         )
     return next((name for name in inside if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), inside[0])
+
+
+def _model_types_of_file(arch: str) -> list[str]:
+    """The model_types of the models in one of several files of a folder (data2vec_text, blip_text); empty for other
+    names."""
+    module = modeling_module(arch)
+    if not installed_release().path(module).is_file():
+        return []
+    classes = vars(importlib.import_module(module)).values()
+    configs = (getattr(cls, "config_class", None) for cls in classes if getattr(cls, "__module__", "") == module)
+    return list(dict.fromkeys(config.model_type for config in configs if config is not None))
 
 
 def shrink(default: PreTrainedConfig, *, ratios: bool = False, sizes: Sizes = SIZES) -> PreTrainedConfig:
