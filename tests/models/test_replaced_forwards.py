@@ -64,6 +64,20 @@ def test_named_loss_that_a_replaced_forward_does_not_call_is_logged(caplog):
     assert type(model._opslot_cross_entropy_loss).__name__ == "BoundKernel"
 
 
+@pytest.mark.parametrize("calls", [True, False])
+def test_forward_that_was_replaced_on_the_class_of_a_bound_module_runs(calls, caplog, monkeypatch):
+    model = made()
+    norm = model.model.norm
+    original = type(norm).forward
+    monkeypatch.setattr(type(norm), "forward", lambda self, x: original(self, x) / 2 if calls else x / 2)
+    x = torch.randn(2, norm.weight.numel())
+    torch.testing.assert_close(norm(x), original(norm, x) / 2 if calls else x / 2)
+    why = next(row.why for row in opslot.explain(model) if row.slot == "Qwen3RMSNorm.rms_norm")
+    assert "test_forward_that_was_replaced_on_the_class_of_a_bound_module_runs replaced the module's forward" in why
+    model(input_ids=IDS, labels=IDS)
+    assert [("does not run in Qwen3RMSNorm" in record.message) for record in caplog.records] == [True] * (not calls)
+
+
 def test_replaced_forward_that_calls_the_original_is_not_logged(caplog):
     model = made()
     fused_head(model)

@@ -1,4 +1,4 @@
-"""Methods that were replaced on a class of Transformers before `opslot.apply`: instances keep them."""
+"""Methods that were replaced on a class of Transformers: instances have them from the next `opslot.apply` on."""
 
 import copy
 import functools
@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama as llama
 import opslot
 from opslot._base.errors import ConfigError, KernelError
 from opslot.models._registry import find_architecture
-from opslot.models._replaced_methods import replaced_methods
+from opslot.slots.replaced_methods import replaced_methods
 from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config
 
@@ -78,6 +78,44 @@ def test_replaced_methods_and_functions_run(owner, name, change, monkeypatch):
         torch.testing.assert_close(loss_and_gradients(each, ids), expected)
     opslot.apply(model, "eager")
     assert all(torch.equal(a, b) for a, b in zip(loss_and_gradients(model, ids), expected, strict=True))
+    opslot.restore(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
+
+
+class Own(llama.LlamaRMSNorm):
+    """A class of a user, which has the forward of Transformers' class."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "change", "method"),
+    [
+        (llama.LlamaRMSNorm, "forward", half, "LlamaRMSNorm.forward"),
+        (llama, "apply_rotary_pos_emb", half_of_tuple, "LlamaAttention.forward"),
+    ],
+)
+def test_methods_replaced_after_apply_are_reported_and_run_after_the_next(
+    owner, name, change, method, monkeypatch, caplog
+):
+    config = tiny_config("llama")
+    model, ids = random_model(config), random_ids(config)
+    model.model.norm.__class__ = Own
+    original = copy.deepcopy(model)
+    opslot.apply(model)
+    before = loss_and_gradients(model, ids)
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    expected = loss_and_gradients(original, ids)
+    text = f"{method} of transformers, or a function that it calls, was replaced after opslot.apply"
+    assert not caplog.records
+    assert text in str(opslot.explain(model))
+    opslot.bind(model, "auto")
+    assert text in caplog.text
+    torch.testing.assert_close(loss_and_gradients(model, ids), before)
+    opslot.apply(model)
+    assert text not in str(opslot.explain(model))
+    torch.testing.assert_close(loss_and_gradients(model, ids), expected)
+    monkeypatch.undo()
+    opslot.apply(model)
+    torch.testing.assert_close(loss_and_gradients(model, ids), before)
     opslot.restore(model)
     assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.models._own_classes import binds, overridden, own_slots, with_replaced_methods, with_slots
+from opslot.models._own_classes import binds, class_made_from, overridden, own_slots, with_slots
 from opslot.models._registry import architecture_of
 from opslot.patchgen.source import architecture_in
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
@@ -18,6 +18,7 @@ from opslot.slots.protocol import (
     Skipped,
     copy_upstream_globals,
     derived_from,
+    original_of,
     set_replaced_forward,
     skipped_parts,
 )
@@ -211,18 +212,20 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
 
 
 def _class_for(path: str, cls: type) -> type | None:
-    """The class with slots for modules of a class; None where it has none, or has slots already."""
-    architecture = architecture_of(cls, generated=False)
-    if architecture is None:
+    """The class with slots for modules of a class; None where it has none, or is that class."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if issubclass(cls, FSDPModule):
         _check_sharded(path, cls)
-        return with_slots(cls) if derived_from(cls) is None else None
-    generated = architecture.generated_class(cls.__name__)
-    return None if generated is None else with_replaced_methods(cls, generated)
+        return None
+    # Methods may have been replaced since the last call.
+    new = class_made_from(derived_from(cls) or original_of(cls) or cls)
+    return None if new is cls else new
 
 
 def _check_sharded(path: str, cls: type) -> None:
     """Raise for a class that FSDP2 derived from one with slots, which an instance has to keep."""
-    if not cls.__name__.startswith("FSDP") or derived_from(cls) is not None:
+    if derived_from(cls) is not None:
         return
     bases: tuple[Any, ...] = cls.__mro__
     if any(architecture_of(base, generated=False) or with_slots(base) for base in bases):

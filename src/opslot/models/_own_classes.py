@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from opslot._base.errors import PatchError
 from opslot._base.logging import get_logger
 from opslot.models._registry import architecture_of
-from opslot.models._replaced_methods import reads_documents, replaced_methods
 from opslot.patchgen import materialize
 from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError
 from opslot.patchgen.own_code import may_be_read, unchanged
@@ -33,6 +32,7 @@ from opslot.slots.protocol import (
     set_derived_from,
     slot_attribute,
 )
+from opslot.slots.replaced_methods import reads_documents, replaced_methods
 
 logger = get_logger(__name__)
 
@@ -223,15 +223,16 @@ def _reduce(self: Any, protocol: Any) -> Any:
     """Pickle an instance by the class that can be imported."""
     reduced, original = object.__reduce_ex__(self, protocol), derived_from(type(self))
     # FSDP2 derives a class of its own.
-    return (_instance, (original,), *reduced[2:]) if type(self) is _made_from(original) else reduced
+    return (_instance, (original,), *reduced[2:]) if type(self) is class_made_from(original) else reduced
 
 
 def _instance(cls: type) -> Any:
-    made: Any = _made_from(cls)
+    made: Any = class_made_from(cls)
     return made.__new__(made)
 
 
-def _made_from(cls: type) -> type | None:
+def class_made_from(cls: type) -> type | None:
+    """The class for instances of a class of Transformers or of another one; None where it has no slots."""
     generated = _generated_class(cls)
     return with_slots(cls) if generated is None else with_replaced_methods(cls, generated)
 

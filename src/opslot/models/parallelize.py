@@ -32,7 +32,7 @@ from opslot.models._registry import architecture_of
 from opslot.models._sequence.ulysses import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
 from opslot.slots.binding import Wrapper, class_name, wrapper_of
-from opslot.slots.protocol import modules_by_document
+from opslot.slots.protocol import modules_by_document, replaced_forward
 
 __all__ = ["parallel_plan", "parallelize"]
 
@@ -251,6 +251,8 @@ def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) 
                 "different numbers of documents",
                 hint="set ep to 1",
             )
+        if problem := replaced_forward(module):
+            raise ConfigError(f"{path} cannot be sharded over ep ranks: {problem}", hint="set ep to 1")
         # A kernel would pair a rank's shard of one tensor with the wrong experts of another that is not sharded.
         missing = [name for name, _ in module.named_parameters(path, recurse=False) if name not in sharded]
         if missing:

@@ -29,6 +29,7 @@ from opslot.slots.protocol import (
 )
 from opslot.slots.registry import KERNEL_REGISTRY, Resolution
 from opslot.slots.replaced_forwards import replaced_since_binding, watch_named_kernels
+from opslot.slots.replaced_methods import replaced_since_apply
 from opslot.slots.report import BindingReport, make_report
 from opslot.slots.slot import BoundKernel
 
@@ -93,6 +94,8 @@ def bind(
 
 def write(model: Any, binding: Binding) -> BindingReport:
     """Put the kernels of `binding` into `model`; on an error, the model keeps the kernels it had."""
+    for problem in replaced_since_apply(model):
+        logger.warning("%s", problem)
     placed = [_place(model, slot) for slot in binding.slots]
     before = [(module, state.binding) for module in model.modules() if (state := binding_state(module)) is not None]
     _take_down(model)
@@ -237,10 +240,10 @@ def explain(model: Any) -> BindingReport:
     require_module(model, "opslot.explain")
     for inner in model.modules():
         if (state := binding_state(inner)) is not None:
-            now, replaced = _runs(inner, state.binding), replaced_since_binding(inner)
-            if now == state.runs and not replaced:
+            now, replaced, old = _runs(inner, state.binding), replaced_since_binding(inner), replaced_since_apply(inner)
+            if now == state.runs and not replaced and not old:
                 return state.report
-            return make_report(state.binding, state.runs, now, state.report.note, replaced)
+            return make_report(state.binding, state.runs, now, "\n".join([state.report.note, *old]), replaced)
     unbound = tuple(
         SlotBinding(path, slot, class_name(module), Resolution(op_name, variant, "eager", "not bound", (), False))
         for path, module, slot, op_name, variant in walk_slots(model)

@@ -19,7 +19,8 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_derived_from`: of a class that `apply` made for instances of a user's class, that class.
 - `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
 
-On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers. On that of a
+On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers, and, from the
+first `apply` on, `_opslot_upstream`: the module of Transformers that it was generated from. On that of a
 module outside Transformers `_opslot_original`, that module; `_opslot_source`, the hash of what was read of it; and
 `_opslot_classes`, its changed classes by name.
 
@@ -55,6 +56,7 @@ LOST_SLOTS = PREFIX + "lost_slots"
 UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
 _ORIGINAL = PREFIX + "original"
 _SOURCE = PREFIX + "source"
+_UPSTREAM = PREFIX + "upstream"
 _CLASSES = PREFIX + "classes"
 ADOPT = PREFIX + "adopt"
 SUB_MODEL = PREFIX + "sub_model"
@@ -196,9 +198,17 @@ def lost_slots(module: Any) -> str:
     return getattr(module, LOST_SLOTS, "")
 
 
+def original_of(cls: type) -> type | None:
+    """The class of Transformers that a generated class stands for; None for another class, or without instances of
+    it that `opslot.apply` moved."""
+    upstream = getattr(sys.modules.get(cls.__module__), _UPSTREAM, None)
+    return getattr(upstream, cls.__qualname__, None)
+
+
 def copy_upstream_globals(original: str, generated: str) -> None:
     """Give a generated module the globals that its original has now, such as those that constructors assigned."""
     source, target = (vars(sys.modules[name]) if name in sys.modules else {} for name in (original, generated))
+    target[_UPSTREAM] = sys.modules.get(original)
     target.update({name: source[name] for name in target.get(UPSTREAM_GLOBALS, ()) if name in source})
 
 

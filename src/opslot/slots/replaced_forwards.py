@@ -1,4 +1,4 @@
-"""Forwards that other libraries replaced on an instance after its slots were bound.
+"""Forwards that were replaced on an instance or its class after its slots were bound, mostly by other libraries.
 
 TRL's trainers compute losses from the weight of the head in such a forward, Liger-Kernel sets its own on each norm and
 MLP, and Accelerate sets one that calls the original under autocast. Only a call shows whether a slot is still read.
@@ -13,17 +13,19 @@ from typing import Any, NamedTuple
 from opslot._base.logging import get_logger
 from opslot.slots.protocol import bound_kernel, replaced_forward, set_kernel, walk_slots
 from opslot.slots.registry import KERNEL_REGISTRY
+from opslot.slots.replaced_methods import replaced_on_generated
 from opslot.slots.slot import BoundKernel
 
 logger = get_logger(__name__)
 
 
 def replaced_by(module: Any) -> str:
-    """The function that an instance's forward was replaced by, e.g. "trl.trainer.utils.add_fused_lm_head"; "" if none.
+    """The function that the forward of an instance, or of its generated class, was replaced by, e.g.
+    "trl.trainer.utils.add_fused_lm_head"; "" if none.
 
     `functools.wraps` gives it the name of the function that it replaces, so the name is that in its code.
     """
-    forward = module.__dict__.get("forward")
+    forward = _replacement(module)
     if forward is None:
         return ""
     if isinstance(forward, functools.partial):
@@ -36,12 +38,17 @@ def replaced_by(module: Any) -> str:
     return f"{function.__globals__.get('__name__', '?')}.{code.co_qualname.partition('.<locals>')[0]}"
 
 
+def _replacement(module: Any) -> Any:
+    on_instance = module.__dict__.get("forward")
+    return on_instance if on_instance is not None else replaced_on_generated(type(module), "forward")
+
+
 def replaced_since_binding(model: Any) -> dict[str, str]:
     """By the path of each module with slots whose forward was replaced since they were bound, what replaced it."""
     return {
         at.path: found
         for at in walk_slots(model)
-        if "forward" in at.module.__dict__ and replaced_forward(at.module) is None and (found := replaced_by(at.module))
+        if replaced_forward(at.module) is None and (found := replaced_by(at.module))
     }
 
 
@@ -108,7 +115,7 @@ def watch_named_kernels(model: Any, arguments: Mapping[str, Any]) -> bool:
 
 def _named_in_replaced(model: Any) -> Iterator[tuple[Any, str, str, BoundKernel]]:
     for path, module, slot, _, _ in walk_slots(model):
-        if "forward" in module.__dict__:
+        if _replacement(module) is not None:
             kernel = bound_kernel(module, slot)
             if type(kernel) is BoundKernel and kernel.explicit:
                 yield module, path, slot, kernel

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-# Packages whose decorators wrap methods of Transformers.
-_WRAPPERS = frozenset({"transformers", "torch", "kernels", "contextlib", "functools"})
+from opslot.slots.protocol import original_of
+
+# Packages whose decorators wrap methods of Transformers, and of generated classes.
+_WRAPPERS = frozenset({"transformers", "torch", "kernels", "contextlib", "functools", "opslot"})
 _DOCUMENTS = re.compile("cu_seqlens|by_document|documents_for|^create_.*mask")
 
 
@@ -42,6 +44,39 @@ def replaced_methods(cls: Any, generated: type) -> dict[str, Any]:
     return found
 
 
+def replaced_since_apply(model: Any) -> list[str]:
+    """A text on each class of Transformers of which methods were replaced after `opslot.apply` moved the instances in
+    `model`, which run the former methods; `apply` moves them again."""
+    found: dict[str, None] = {}
+    for cls in dict.fromkeys(type(module) for module in model.modules()):
+        for base in cls.__mro__:
+            original = original_of(base)
+            if original is None:
+                continue
+            below = cls.__mro__[: cls.__mro__.index(original)] if original in cls.__mro__ else cls.__mro__
+            for name, value in replaced_methods(original, base).items():
+                if all(vars(each).get(name) is not value for each in below):
+                    found[
+                        f"{original.__name__}.{name} of transformers, or a function that it calls, was replaced after "
+                        "opslot.apply, and the model runs the former one; call opslot.apply again to run the new one"
+                    ] = None
+    return list(found)
+
+
+def replaced_on_generated(cls: Any, name: str) -> Any:
+    """What replaced a method of a generated class itself, as an assignment to `type(module).forward` does, or None."""
+    owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+    original = None if owner is None else original_of(owner)
+    if owner is None or original is None:
+        return None
+    value = vars(owner)[name]
+    # A class with replaced methods of Transformers' class has these.
+    if value is vars(original).get(name):
+        return None
+    # Its methods may be functions of the module under other names.
+    return value if _code_in(value, sys.modules[owner.__module__]) is None else None
+
+
 def reads_documents(method: Any) -> bool:
     """Whether a method of a generated class makes masks or reads the boundaries of packed documents."""
     code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
@@ -63,11 +98,15 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def _code_in(function: Any, module: ModuleType, name: str) -> Any:
-    """The code that a function of a module runs, in decorators of known packages or not; None if it may run another."""
+def _code_in(function: Any, module: ModuleType, name: str = "") -> Any:
+    """The code that a function of a module runs, in decorators of known packages or not; None if it may run another.
+
+    Args:
+        name: the function's qualified name; "" for any.
+    """
     while isinstance(function, FunctionType):
         code = function.__code__
-        if code.co_filename == module.__file__ and code.co_qualname == name:
+        if code.co_filename == module.__file__ and name in ("", code.co_qualname):
             return code
         if _owner(function) not in _WRAPPERS or "<locals>" not in code.co_qualname:
             return None
