@@ -114,7 +114,7 @@ def _place(model: Any, slot: SlotBinding) -> _Placed:
     kernel: Callable[..., Any] | None = None
     if selected.chosen != "eager":
         kernel = KERNEL_REGISTRY.load(selected.op_name, selected.variant, selected.chosen)
-        if slot.slot:
+        if slot.slot or KERNEL_REGISTRY.op(selected.op_name).per_module:
             kernel = BoundKernel(
                 selected.op_name, selected.variant, selected.chosen, selected.explicit, kernel, slot.path
             )

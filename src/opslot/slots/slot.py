@@ -5,6 +5,7 @@ Binding writes a `BoundKernel` into the instance's `__dict__`; reading it is an 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,23 +39,46 @@ class BoundKernel:
         self._can_serve = KERNEL_REGISTRY.op(op_name).can_serve
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The kernel's result.
+        """The kernel's result, also inside `grad` and `vjp` of torch.func.
 
         Raises:
-            KernelError: inside a transform of torch.func that the kernel does not support.
+            KernelError: inside another transform of torch.func.
         """
         try:
             return self.kernel(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if isinstance(error, KernelError) or not _in_transform():
+            return self.in_transform(error, args, kwargs)
+
+    def in_transform(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result where the kernel raised `error` because of a transform of torch.func; else raises `error`."""
+        if isinstance(error, KernelError) or not _in_transform():
+            raise error
+        from opslot.slots.transforms import call_in_transform
+
+        try:
+            return call_in_transform(self.kernel, args, kwargs)
+        except (RuntimeError, NotImplementedError) as problem:
+            if isinstance(problem, KernelError):
                 raise
             field = KERNEL_REGISTRY.op(self.op_name).field_of(self.variant)
             raise KernelError(
-                f"{self.name}, a kernel of {self.op_name}, failed inside torch.func (grad, vmap, jvp, ...) or "
-                "forward-mode differentiation, which most kernels do not support",
-                found=str(error).partition("\n")[0],
+                f"{self.name}, a kernel of {self.op_name}, failed inside torch.func (vmap, jvp, ...) or forward-mode "
+                "differentiation, which most kernels do not support",
+                found=str(problem).partition("\n")[0],
                 hint=f"set {field} to eager",
-            ) from error
+            ) from problem
+
+    def as_function(self) -> Callable[..., Any]:
+        """A function that calls this kernel, with the attributes of the kernel itself."""
+
+        @functools.wraps(self.kernel)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self.kernel(*args, **kwargs)
+            except (RuntimeError, NotImplementedError) as error:
+                return self.in_transform(error, args, kwargs)
+
+        return call
 
     def can_serve(self, *modules: Any) -> bool:
         """Whether this kernel may run in place of a call of `modules`, as generated code checks; see `OpSpec`."""

@@ -36,7 +36,7 @@ from opslot.ops.attention.calls import CU_SEQLENS
 from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.ops.attention.compressed_reference import reference as compressed_reference
 from opslot.ops.attention.reference import OPTIONS, reference
-from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
+from opslot.slots import BoundKernel, Cost, OpSpec, OpVariant, SlotBinding
 from opslot.slots.protocol import (
     ATTENTION_PREFIX,
     attention_options,
@@ -247,7 +247,8 @@ def _attach(model: Any, slots: Sequence[SlotBinding], kernel: Callable[..., Any]
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
     suffixes = [*(["or_dense"] if falls_back else []), *([f"at_{at_padding}_padding"] if at_padding else [])]
     name = ATTENTION_PREFIX + "_".join([shown, *suffixes, *wrappers])
-    AttentionInterface.register(name, kernel)
+    bound = BoundKernel(OP.name, slot.resolution.variant, chosen, slot.resolution.explicit, kernel, slot.path)
+    AttentionInterface.register(name, bound.as_function())
     AttentionMaskInterface.register(name, mask_function)
     return _set(model, name)
 
