@@ -5,6 +5,7 @@
 The configurations are those of `parallel_workers/workload.py`; default all. An OPTION is one of opslot's
 `parallelize`, as in moe-fsdp+copy_engine=False or dense-sp+ulysses_overlap=True. Each library runs in processes
 of its own (torchrun); VeOmni only where --baseline-path names a folder with it and the Transformers that it pins.
+All libraries start from the same weights, and the losses of each must match those of another.
 fp32 master weights, bfloat16 computation, gradients reduced in fp32 and clipped, AdamW; no activation checkpointing
 except for the video, which only opslot trains.
 """
@@ -16,14 +17,15 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from opslot._base.device import best_device
 from opslot._base.pairs import pairs
 from opslot.bench.files import OutputFiles
 from opslot.bench.result import Environment, Result, Run, StepRow, recorded_command
-from opslot.bench.step import process_environment
+from opslot.bench.step import loss_check, process_environment
 from opslot.bench.table import steps_table
 
 WORKERS = Path(__file__).parent / "parallel_workers"
@@ -43,6 +45,27 @@ def measure(worker: str, path: str | None, arguments: list[str], options: argpar
         yield from (StepRow(**json.loads(line)) for line in lines)
         if done.returncode:
             print(f"{worker} failed with exit code {done.returncode}", file=sys.stderr)
+
+
+def check_losses(rows: Sequence[StepRow]) -> list[StepRow]:
+    """The rows with their check: whether first and last loss match those of another library, and of opslot with other
+    options or another mesh where no other library ran."""
+    return [row if row.error else replace(row, check=_check_of(row, rows)) for row in rows]
+
+
+def _check_of(row: StepRow, rows: Sequence[StepRow]) -> str:
+    same = [other for other in rows if other is not row and not other.error and _trains_the_same(row, other)]
+    same.sort(key=lambda other: _library(other) == _library(row))
+    return loss_check(row, same[0]) if same else "unchecked: nothing else trained the same"
+
+
+def _trains_the_same(row: StepRow, other: StepRow) -> bool:
+    """Whether two rows have the same model and global batch."""
+    return all(getattr(row, name) == getattr(other, name) for name in ("model", "batch", "length", "gpus"))
+
+
+def _library(row: StepRow) -> str:
+    return row.implementation.partition(" ")[0]
 
 
 def main() -> int:
@@ -67,7 +90,7 @@ def main() -> int:
         plain = dict.fromkeys(name.partition("+")[0] for name in options.configurations)
         libraries.append(("veomni_worker.py", paths["veomni"], list(plain)))
     for worker, path, arguments in libraries:
-        run.steps.extend(measure(worker, path, arguments, options))
+        run.steps[:] = check_losses([*run.steps, *measure(worker, path, arguments, options)])
         files.write(Result("benchmarks/parallel.py", [run]))
     print(steps_table(run.steps))
     return 0 if run.steps else 1

@@ -13,6 +13,7 @@ from workload import (
     LEARNING_RATE,
     MAX_NORM,
     Configuration,
+    draw_weights,
     free_memory,
     measure,
     model_config,
@@ -41,12 +42,12 @@ from opslot.models.parallelize import parallelize
 def build(
     configuration: Configuration, state: ParallelState, parallelism: dict[str, Any], options: argparse.Namespace
 ) -> Any:
-    torch.manual_seed(0)
     model = opslot.build_foundation_model(
         model_config(configuration.model, options.layers, options.shrink),
         init_device=state.device.type,
         ops_implementation=dict(item.split("=", 1) for item in options.set),
     )
+    draw_weights(model, model.config)
     # The activations of a video's tower do not fit otherwise.
     checkpointing = "full" if configuration.frames else "none"
     defaults = {

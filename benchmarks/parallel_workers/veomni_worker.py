@@ -22,6 +22,7 @@ from workload import (
     LEARNING_RATE,
     MAX_NORM,
     Configuration,
+    draw_weights,
     free_memory,
     local_device,
     measure,
@@ -63,6 +64,7 @@ def build(configuration: Configuration, options: argparse.Namespace) -> Any:
         mixed_precision=MixedPrecisionConfig(enable=True),
         enable_gradient_checkpointing=False,
     )
+    draw_weights(model, model.config)
     model.train()
     return model
 
@@ -89,7 +91,6 @@ def batch_of(ids: torch.Tensor, state: Any, device: torch.device, recurrent: boo
 
 def run(configuration: Configuration, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     state = start(configuration, device, options.overlap)
-    torch.manual_seed(0)
     model = build(configuration, options)
     optimizer = build_optimizer(model, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
     dp_rank = dist.get_rank() // state.sp_size

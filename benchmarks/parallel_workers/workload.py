@@ -1,6 +1,6 @@
 """What the workers of `benchmarks/parallel.py` train: models, how they are parallelized, and how a step is timed.
 
-Imports neither opslot nor a baseline, so that a baseline's process imports it beside its own Transformers.
+Imports no baseline and of opslot only what a baseline's process imports beside its own Transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from opslot.bench.step_process import draw_weight
 
 WARM_UP = 3
 LEARNING_RATE = 1e-5
@@ -33,7 +37,6 @@ MODELS = {
 }
 # Frames of a video and the tokens of its timestamps between them.
 FRAME_SIDE, TIMESTAMP = 1024, 8
-UNCHECKED = "unchecked: each library draws its own weights"
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,30 @@ def model_config(name: str, layers: int | None = None, shrink: int = 1) -> Any:
             if hasattr(defaults, width):
                 config[width] = getattr(defaults, width) // shrink
     return kind(**config)
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, config: Any) -> None:
+    """Give every parameter values that depend on its name alone, so that every library starts alike.
+
+    Args:
+        model: its parameters may be sharded. Those of experts may be this rank's part, one of as many as processes.
+        config: the model's.
+    """
+    config = config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if ".experts." in name:
+            first = 0 if len(whole) == experts else dist.get_rank() * len(whole)
+            for number, of_expert in enumerate(whole, first):
+                draw_weight(f"{name}.{number}", of_expert, 0, config.initializer_range)
+        else:
+            draw_weight(name, whole, 0, config.initializer_range)
+        if isinstance(parameter, DTensor):
+            # Every rank takes its shard of what it has drawn.
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(whole)
 
 
 def token_ids(configuration: Configuration, vocabulary: int, dp_rank: int, shrink: int = 1) -> torch.Tensor:
@@ -180,7 +207,6 @@ def measure(step: Callable[[], torch.Tensor], tokens: int, steps: int, device: t
         "ms": 1000 * typical,
         "first_loss": values[0],
         "last_loss": values[-1],
-        "check": UNCHECKED,
     }
 
 

@@ -158,7 +158,8 @@ class StepRow:
         image_size: side in pixels of the image that each sample has besides `length` tokens of text; 0 for none.
         audio_seconds: of the audio that each sample has besides; 0 for none.
         vision_ms, audio_ms: of it, milliseconds in the vision and in the audio tower; None without one.
-        check: "ok" when first and last loss match those of Transformers' own code, else what is wrong or missing.
+        check: "ok" when first and last loss match those of Transformers' own code, or over several devices of another
+            library, else what is wrong or missing.
         error: why there is no time.
         kernels: opslot's table of selected kernels.
         trace: torch.profiler's table of one step, with `--trace`.
