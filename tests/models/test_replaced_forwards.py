@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import opslot
+from opslot._base.errors import ConfigError
+from opslot.models.parallelize import _check_experts, parallel_plan
+from opslot.verify.random_model import random_model
+from opslot.verify.tiny import tiny_config
 from tests.models.sizes import SIZES
 
 NAMED = {"cross_entropy_loss_implementation": "chunk_loss", "rms_norm_implementation": "torch_fused"}
@@ -144,3 +149,14 @@ def test_hooks_of_accelerate_call_the_forward_that_reads_slots(arch):
     opslot.restore(model)
     assert norm._old_forward.__func__ is type(norm).forward
     torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=0, atol=0)
+
+
+def test_experts_whose_forward_was_replaced_before_apply_are_not_sharded():
+    """Their slot is not read, and so tokens would not be dispatched."""
+    model = random_model(tiny_config("qwen3_moe"))
+    experts = model.model.layers[0].mlp.experts
+    experts.forward = types.MethodType(lambda self, hidden_states, *_: hidden_states, experts)
+    opslot.apply(model)
+    message = r"layers\.0\.mlp\.experts cannot be sharded over ep ranks: forward was replaced on this instance"
+    with pytest.raises(ConfigError, match=message):
+        _check_experts(model, SimpleNamespace(ep=2), parallel_plan(model))
