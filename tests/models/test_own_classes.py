@@ -159,6 +159,25 @@ def test_classes_without_their_source_keep_their_code(caplog, monkeypatch):
     assert "methods of Local were replaced" in own_slots(Local).problem
 
 
+def test_methods_replaced_after_apply_run_after_the_next(monkeypatch):
+    """In models that were bound before, and in new ones."""
+    model, ids = model_of(SparrowForCausalLM).eval(), torch.arange(2, 14).reshape(2, 6)
+    new, original = copy.deepcopy(model), copy.deepcopy(model)
+    opslot.apply(model)
+    before = model(input_ids=ids).logits
+    forward = RootScale.forward
+    monkeypatch.setattr(RootScale, "forward", lambda self, x: forward(self, x) / 2)
+    expected = original(input_ids=ids).logits
+    assert "RootScale.forward, or a function that it calls, was replaced" in str(opslot.explain(model))
+    for each in (model, new):
+        opslot.apply(each)
+        torch.testing.assert_close(each(input_ids=ids).logits, expected)
+    monkeypatch.undo()
+    opslot.apply(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, before)
+    assert "RootScale.rms_norm" in slots_of(model)
+
+
 def test_modules_edited_after_the_import_are_not_read(tmp_path, monkeypatch):
     file = tmp_path / "edited_after_import.py"
     text = (

@@ -104,7 +104,7 @@ def test_methods_replaced_after_apply_are_reported_and_run_after_the_next(
     before = loss_and_gradients(model, ids)
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
     expected = loss_and_gradients(original, ids)
-    text = f"{method} of transformers, or a function that it calls, was replaced after opslot.apply"
+    text = f"{method}, or a function that it calls, was replaced after opslot.apply"
     assert not caplog.records
     assert text in str(opslot.explain(model))
     opslot.bind(model, "auto")

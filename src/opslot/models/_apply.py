@@ -212,14 +212,15 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
 
 
 def _class_for(path: str, cls: type) -> type | None:
-    """The class with slots for modules of a class; None where it has none, or is that class."""
+    """The class that modules of a class get, with slots if it has any; None where it is that class."""
     from torch.distributed.fsdp import FSDPModule
 
     if issubclass(cls, FSDPModule):
         _check_sharded(path, cls)
         return None
     # Methods may have been replaced since the last call.
-    new = class_made_from(derived_from(cls) or original_of(cls) or cls)
+    original = derived_from(cls) or original_of(cls) or cls
+    new = class_made_from(original) or original
     return None if new is cls else new
 
 

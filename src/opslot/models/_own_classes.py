@@ -16,7 +16,7 @@ from opslot.models._registry import architecture_of
 from opslot.patchgen import materialize
 from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError
 from opslot.patchgen.own_code import may_be_read, unchanged
-from opslot.patchgen.source import architecture_from, installed_release
+from opslot.patchgen.source import UpstreamModule, architecture_from, installed_release
 from opslot.slots.protocol import (
     ATTENTION_OPTIONS,
     BY_DOCUMENT,
@@ -49,28 +49,43 @@ class Found(NamedTuple):
     problem: str = ""
 
 
-@cache
 def own_slots(cls: type) -> Found:
     """The class with slots that is generated from the source of a class outside Transformers and torch."""
+    upstream, problem = _source_of(cls)
+    if upstream is None:
+        return Found(None, problem)
+    # Methods may be replaced at any time.
+    if not unchanged(cls, upstream):
+        file = sys.modules[cls.__module__].__file__
+        return Found(None, f"methods of {cls.__qualname__} were replaced, or edited in {file} since the import")
+    return _slots_in(cls, upstream.digest)
+
+
+@cache
+def _source_of(cls: type) -> tuple[UpstreamModule | None, str]:
+    """The module of a class, or why it is not read."""
     name = cls.__module__
     if not may_be_read(name) or derived_from(cls) is not None:
-        return Found(None)
+        return None, ""
     if getattr(sys.modules.get(name), cls.__qualname__, None) is not cls:
-        return Found(None, f"{cls.__qualname__} is not a class at the top level of the module {name}")
+        return None, f"{cls.__qualname__} is not a class at the top level of the module {name}"
     try:
         upstream = installed_release().module(name)
-        if upstream.find(cls.__qualname__) is None:
-            return Found(None, f"the file of {name} does not define {cls.__qualname__}")
-        if not unchanged(cls, upstream):
-            file = sys.modules[name].__file__
-            return Found(None, f"methods of {cls.__qualname__} were replaced, or edited in {file} since the import")
     except PatchError as error:
-        return Found(None, str(error).splitlines()[0])
+        return None, str(error).splitlines()[0]
+    if upstream.find(cls.__qualname__) is None:
+        return None, f"the file of {name} does not define {cls.__qualname__}"
+    return upstream, ""
+
+
+@cache
+def _slots_in(cls: type, digest: str) -> Found:
+    name = cls.__module__
     generated = f"{GENERATED_PACKAGE}.{architecture_from(name)}"
     # A module may be imported again, with other classes of the same names.
-    if (loaded := sys.modules.get(generated)) is not None and not is_generated_for(loaded, cls, upstream.digest):
+    if (loaded := sys.modules.get(generated)) is not None and not is_generated_for(loaded, cls, digest):
         del sys.modules[generated]
-    module, problem = _generated_from(name, upstream.digest)
+    module, problem = _generated_from(name, digest)
     return Found(None if module is None else changed_classes(module).get(cls.__qualname__), problem)
 
 
@@ -114,10 +129,12 @@ Replaced = tuple[tuple[type, str, Any], ...]
 
 
 def _all_replaced(cls: type) -> Replaced:
-    """The methods that were replaced on the classes of Transformers that `cls` derives from."""
+    """The methods that were replaced on the classes of Transformers that `cls` derives from, and other classes that are
+    not read, without names."""
     pairs = ((base, _generated_class(base)) for base in cls.__mro__)
     found = ((base, replaced_methods(base, generated)) for base, generated in pairs if generated is not None)
-    return tuple((base, name, method) for base, methods in found for name, method in methods.items())
+    own = ((base, "", None) for base in cls.__mro__ if own_slots(base).problem)
+    return (*((base, name, method) for base, methods in found for name, method in methods.items()), *own)
 
 
 def _generated_class(cls: type) -> type | None:

@@ -45,7 +45,7 @@ def replaced_methods(cls: Any, generated: type) -> dict[str, Any]:
 
 
 def replaced_since_apply(model: Any) -> list[str]:
-    """A text on each class of Transformers of which methods were replaced after `opslot.apply` moved the instances in
+    """A text on each class of which methods were replaced after `opslot.apply` moved the instances in
     `model`, which run the former methods; `apply` moves them again."""
     found: dict[str, None] = {}
     for cls in dict.fromkeys(type(module) for module in model.modules()):
@@ -57,8 +57,8 @@ def replaced_since_apply(model: Any) -> list[str]:
             for name, value in replaced_methods(original, base).items():
                 if all(vars(each).get(name) is not value for each in below):
                     found[
-                        f"{original.__name__}.{name} of transformers, or a function that it calls, was replaced after "
-                        "opslot.apply, and the model runs the former one; call opslot.apply again to run the new one"
+                        f"{original.__name__}.{name}, or a function that it calls, was replaced after opslot.apply, "
+                        "and the model runs the former one; call opslot.apply again to run the new one"
                     ] = None
     return list(found)
 
