@@ -243,7 +243,8 @@ def explain(model: Any) -> BindingReport:
             now, replaced, old = _runs(inner, state.binding), replaced_since_binding(inner), replaced_since_apply(inner)
             if now == state.runs and not replaced and not old:
                 return state.report
-            return make_report(state.binding, state.runs, now, "\n".join([state.report.note, *old]), replaced)
+            note = "\n".join(filter(None, [state.report.note, *old]))
+            return make_report(state.binding, state.runs, now, note, replaced)
     unbound = tuple(
         SlotBinding(path, slot, class_name(module), Resolution(op_name, variant, "eager", "not bound", (), False))
         for path, module, slot, op_name, variant in walk_slots(model)
