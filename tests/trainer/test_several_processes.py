@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from opslot.trainer.callbacks.writers import read_metrics
+from opslot.trainer.main import _unused_gpus
 from tests.trainer.runs import curve, run_config
 
 SIZES = {
@@ -242,3 +244,16 @@ def test_killed_rank_ends_the_run_and_checkpoints_stay(torchrun, write, tmp_path
     assert run_config(write("killed", max_steps=last, **{"checkpoint.resume_from": "latest"}, **changes)) == 0
     assert run_config(write("straight", max_steps=last, **changes)) == 0
     assert_same_curve(curve(tmp_path / "killed"), curve(tmp_path / "straight"))
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "processes"), [("cuda", 8, 1), ("cuda", 8, 8), ("cuda", 1, 1), ("cpu", 8, 1)]
+)
+def test_unused_gpus_are_named(device, gpus, processes, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    trainer = SimpleNamespace(device=torch.device(device), state=SimpleNamespace(world_size=processes))
+    lines = list(_unused_gpus(trainer))
+    if device == "cuda" and gpus > processes:
+        assert lines == ["trains on 1 of 8 GPUs; start it with torchrun --nproc-per-node 8 -m opslot train to use all"]
+    else:
+        assert not lines

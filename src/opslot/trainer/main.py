@@ -113,9 +113,18 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
         f"{trainer.title} on {trainer.device}{processes}; {trainer.data.describe()}; {steps} of "
         f"{size}{config.train.global_batch_size * config.data.sample_length:,} tokens"
     )
-    for line in trainer.meter.uncounted_lines():
+    for line in (*trainer.meter.uncounted_lines(), *_unused_gpus(trainer)):
         trainer.print(line)
     return trainer
+
+
+def _unused_gpus(trainer: TextTrainer) -> Iterator[str]:
+    """A line where a run without a launcher leaves GPUs of this machine idle."""
+    import torch
+
+    gpus = torch.cuda.device_count() if trainer.device.type == "cuda" else 0
+    if gpus > 1 and trainer.state.world_size == 1:
+        yield f"trains on 1 of {gpus} GPUs; start it with torchrun --nproc-per-node {gpus} -m opslot train to use all"
 
 
 def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
