@@ -42,7 +42,7 @@ def assert_error(result, *messages, tmp_path):
         ),
         ("data", "num_workers", 10**6, "data.num_workers=1000000 must be at most 1024"),
         ("train", "output_dir", "", "train.output_dir is empty"),
-        ("train", "lr", None, "train.lr: expected float, found None"),
+        ("train", "weight_decay", None, "train.weight_decay: expected float, found None"),
         ("train", "output_dir", None, "train.output_dir: expected str, found None"),
         ("train", "fsdp", 3, "train.fsdp is a section, found 3; set its fields, such as train.fsdp.dp_replicate"),
         ("train", "learning_rate", 1, "train.learning_rate is not a field"),

@@ -34,7 +34,7 @@ def test_weight_decay_of_matrices_only_and_no_frozen_parameters():
     )
     model["head"].weight = model["embed"].weight
     model["frozen"].requires_grad_(False)
-    decayed, free = build_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
+    decayed, free = build_optimizer(model, TrainConfig(lr=1e-3, weight_decay=0.3)).param_groups
     assert [p.shape for p in decayed["params"]] == [(3, 3)]
     assert decayed["params"][0] is model["linear"].weight
     assert decayed["weight_decay"] == 0.3
@@ -55,7 +55,7 @@ def test_weight_decay_of_matrices_only_and_no_frozen_parameters():
 def test_stacked_biases_and_decay_rates_are_not_matrices(arch, vectors, name):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(tiny_config(arch))
-    train = TrainConfig(weight_decay=0.3, optimizer=OptimizerConfig(name=name))
+    train = TrainConfig(lr=1e-3, weight_decay=0.3, optimizer=OptimizerConfig(name=name))
     groups = build_optimizer(model, train).param_groups
     own = {id(p): group for group in groups for p in group["params"]}
     found = [own[id(p)] for path, p in model.named_parameters() if path.rpartition(".")[2] in vectors]

@@ -186,7 +186,7 @@ def test_shipped_configurations_are_valid(file):
             r"lr is given here\n(.*\n)*.*and again here, in the same section.*\n.*line 4",
         ),
         ("train: 5", "train is a section, found 5; set its fields, such as train.output_dir"),
-        ("train:\n  lr:\n", "train.lr: expected float, found None"),
+        ("train:\n  weight_decay:\n", "train.weight_decay: expected float, found None"),
     ],
 )
 def test_duplicate_and_null_keys_raise(tmp_path, text, message):
@@ -197,8 +197,8 @@ def test_duplicate_and_null_keys_raise(tmp_path, text, message):
 def test_null_overrides_require_optional_fields(tmp_path):
     file = str(write(tmp_path, "train: {max_steps: 3}"))
     assert load_config([file, "--train.max_steps", "null"]).train.max_steps is None
-    with pytest.raises(ConfigError, match=r"train.lr: expected float, found None"):
-        load_config([file, "--train.lr", "null"])
+    with pytest.raises(ConfigError, match=r"train.weight_decay: expected float, found None"):
+        load_config([file, "--train.weight_decay", "null"])
 
 
 def test_merged_key_can_be_overridden(tmp_path):

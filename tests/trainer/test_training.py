@@ -24,7 +24,7 @@ from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks.writers import MetricsCallback, read_metrics
 from opslot.trainer.checkpointing import find_checkpoints
 from opslot.trainer.saver import CheckpointSaver
-from opslot.trainer.setup import num_workers, with_default_precision
+from opslot.trainer.setup import num_workers, with_defaults
 from tests.trainer.runs import trainer_of
 
 
@@ -313,9 +313,20 @@ def test_compile_compiles_each_layer(settings, tmp_path, monkeypatch):
 def test_default_precision(capability, changes, expected, monkeypatch):
     facts = DeviceFacts("cpu" if capability is None else "gpu", capability)
     monkeypatch.setattr("opslot.trainer.setup.best_device", lambda: facts)
-    assert (
-        with_default_precision(load_config(["--train.output_dir", "out", *changes])).train.fsdp.param_dtype == expected
-    )
+    assert with_defaults(load_config(["--train.output_dir", "out", *changes])).train.fsdp.param_dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["--model.config_path", "model"], 3e-4),
+        (["--model.model_path", "model"], 1e-5),
+        (["--model.model_path", "model", "--lora.r", "4"], 2e-4),
+        (["--model.model_path", "model", "--train.lr", "0.1"], 0.1),
+    ],
+)
+def test_default_learning_rate(changes, expected):
+    assert with_defaults(load_config(["--train.output_dir", "out", *changes])).train.lr == expected
 
 
 @pytest.mark.parametrize(

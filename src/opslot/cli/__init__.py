@@ -21,7 +21,7 @@ from opslot.cli.bench import add_bench
 _Add = Callable[..., argparse.ArgumentParser]
 
 _EPILOG = """examples:
-  opslot train config.yaml --train.lr 3e-4          train a model
+  opslot train config.yaml --train.lr 1e-5          train a model
   opslot data preview config.yaml                   samples, with the trained tokens marked
   opslot generate outputs/run/hf --prompt "Hi"      answer a prompt with a checkpoint
   opslot report outputs/run                         one HTML page about a run

@@ -57,7 +57,7 @@ from opslot.trainer.prepare import prepare_model
 from opslot.trainer.prompts import PromptValue
 from opslot.trainer.random_states import random_states, restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
-from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, start_processes, with_default_precision
+from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, start_processes, with_defaults
 from opslot.trainer.stopping import StopRequest
 from opslot.trainer.throughput import StepMeter
 from opslot.trainer.validate import RunInputs, micro_batch_size, validate
@@ -116,7 +116,7 @@ class BaseTrainer(ABC):
     def __init__(
         self, config: RunConfig, callbacks: Sequence[Callback] | None = None, console: Console | None = None
     ) -> None:
-        config = with_default_precision(config)
+        config = with_defaults(config)
         self.config = config
         self.console = console or make_console()
         self.inputs: RunInputs = validate(config)

@@ -165,7 +165,8 @@ class TrainConfig:
         micro_batch_size: samples per forward pass of one process (or of `sp_size` processes); default the process's
             share of the global batch. The auxiliary loss of MoE routers is the mean over micro batches, so it depends
             on this size.
-        lr: peak learning rate.
+        lr: peak learning rate; default 1e-5 for the weights of a checkpoint, 2e-4 for adapters and 3e-4 for random
+            weights.
         lr_scheduler: learning rate schedule after the warmup.
         warmup_steps: steps in which the learning rate rises linearly from 0 to `lr`.
         weight_decay: weight decay of matrices; norms, biases and embeddings have none.
@@ -200,7 +201,7 @@ class TrainConfig:
     num_epochs: float = 1.0
     global_batch_size: int = 8
     micro_batch_size: int | None = None
-    lr: float = 3e-4
+    lr: float | None = None
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = 0
     weight_decay: float = 0.1
@@ -220,6 +221,12 @@ class TrainConfig:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr`, which a run sets where it was left out."""
+        assert self.lr is not None, "see `with_defaults`"
+        return self.lr
 
 
 @dataclass

@@ -76,9 +76,9 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
         before_training.enter_context(stopped_by_signals())
         from opslot.distributed import destroy_parallel_state, fail_together
         from opslot.trainer.display import make_console
-        from opslot.trainer.setup import start_processes, with_default_precision
+        from opslot.trainer.setup import start_processes, with_defaults
 
-        config = with_default_precision(config)
+        config = with_defaults(config)
         console = console or make_console()
         with _logging_to(console), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

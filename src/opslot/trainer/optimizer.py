@@ -38,8 +38,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     for name, parameter in named.items():
         decayed = _is_matrix(name, parameter) and id(parameter) not in embeddings
         decay = own[name].get("weight_decay", train.weight_decay if decayed else 0.0)
-        lr = own[name].get("lr", lr_of.get(name, train.lr))
-        groups.setdefault((lr / train.lr, decay, id(parameter) in hidden), []).append(parameter)
+        lr = own[name].get("lr", lr_of.get(name, train.peak_lr))
+        groups.setdefault((lr / train.peak_lr, decay, id(parameter) in hidden), []).append(parameter)
     options: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     if settings.name == "muon":
         options |= {
@@ -53,7 +53,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
             {"params": members, "weight_decay": decay, "lr_scale": scale} | ({"use_muon": True} if muon else {})
             for (scale, decay, muon), members in sorted(groups.items(), key=lambda item: item[0], reverse=True)
         ],
-        lr=train.lr,
+        lr=train.peak_lr,
         **options,
     )
 
@@ -126,7 +126,7 @@ def learning_rate(train: TrainConfig, step: int, max_steps: float) -> float:
     reach one step after the last.
     """
     if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
+        return train.peak_lr * step / train.warmup_steps
     done = (step - train.warmup_steps) / (max_steps + 1 - train.warmup_steps)
     lowest = train.optimizer.min_lr_ratio
     factor = {
@@ -134,4 +134,4 @@ def learning_rate(train: TrainConfig, step: int, max_steps: float) -> float:
         "linear": lowest + (1 - lowest) * (1 - done),
         "cosine": lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)),
     }[train.lr_scheduler]
-    return train.lr * factor
+    return train.peak_lr * factor

@@ -29,18 +29,27 @@ if TYPE_CHECKING:
 # errno values of a disk that is full, read-only or failing.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 _TEXT_WORKERS, _MEDIA_WORKERS = 2, 8
+# Peak learning rates for random weights, for those of a checkpoint, and for adapters.
+_LR, _LR_OF_CHECKPOINTS, _LR_OF_ADAPTERS = 3e-4, 1e-5, 2e-4
 # Of two batches of ten images of 1024 x 1024.
 _MEDIA_WORKER_BYTES = 256 << 20
 
 logger = get_logger(__name__)
 
 
-def with_default_precision(config: RunConfig) -> RunConfig:
-    """`config` with `train.fsdp.param_dtype` set.
+def with_defaults(config: RunConfig) -> RunConfig:
+    """`config` with `train.fsdp.param_dtype` and `train.lr` set, whose defaults depend on other fields and the GPU."""
+    config = _with_default_precision(config)
+    if config.train.lr is not None:
+        return config
+    lr = _LR if config.model.model_path is None else _LR_OF_CHECKPOINTS
+    lr = lr if config.lora.r is None else _LR_OF_ADAPTERS
+    return replace(config, train=replace(config.train, lr=lr))
 
-    Where it is not set, parameters in float32 are computed with in bfloat16 on a GPU that supports it, unless a setting
-    needs parameters that are not sharded.
-    """
+
+def _with_default_precision(config: RunConfig) -> RunConfig:
+    """Where it is not set, parameters in float32 are computed with in bfloat16 on a GPU that supports it, unless a
+    setting needs parameters that are not sharded."""
     fsdp, model = config.train.fsdp, config.model
     if fsdp.param_dtype is not None or model.torch_dtype != "float32" or model.device == "cpu":
         return config
@@ -94,7 +103,7 @@ def require_trainable_dtype(model: PreTrainedModel) -> None:
 def input_dtype(config: RunConfig) -> torch.dtype:
     """What the model casts floating-point inputs to: the dtype of its weights, then that of the computation.
 
-    Called with a configuration that `with_default_precision` returned.
+    Called with a configuration that `with_defaults` returned.
     """
     weights = dtype_of_weights(config)
     computed = config.train.fsdp.param_dtype if weights == "float32" else None
