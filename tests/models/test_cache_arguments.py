@@ -7,7 +7,8 @@ from torch import nn
 from opslot.models._multimodal.conditional import _Layers
 from opslot.models._sequence.packed_documents import _add_positions
 from opslot.models.unlimited_ocr.masks import reference_window_mask
-from opslot.ops._common.documents import CACHE_ARGUMENTS, add_documents, given_arguments, positions_of_documents
+from opslot.ops._common.by_document import add_documents
+from opslot.ops._common.documents import CACHE_ARGUMENTS, given_arguments, positions_of_documents
 
 CACHE = object()
 named = pytest.mark.parametrize("name", CACHE_ARGUMENTS)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import opslot
 from opslot.verify import check_architecture
@@ -103,6 +104,40 @@ def test_mixer_compiles_with_fullgraph():
     torch._dynamo.reset()
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden_states, cu_seq_lens_q=bounds), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch.compile
+@pytest.mark.parametrize("arch", ["mamba2", "qwen3_next"])
+def test_compiled_layers_take_any_documents_without_compiling_again(arch):
+    """The chunks of `torch_chunked` depend on the lengths of documents, so it runs between two graphs."""
+    model = random_model(tiny_config(arch))
+    opslot.apply(model)
+    layer = model.backbone.layers[0].mixer if arch == "mamba2" else model.model.layers[0].linear_attn
+    states = torch.randn(1, 20, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, backend=counter)
+    frames = []
+    for bounds in ([0, 7, 20], [0, 3, 8, 20], [0, 1, 2, 3, 20], [0, 11, 12, 20], [0, 5, 9, 13, 15, 20]):
+        documents = torch.tensor(bounds, dtype=torch.int32)
+        torch.testing.assert_close(
+            compiled(states, cu_seq_lens_q=documents), layer(states, cu_seq_lens_q=documents), rtol=1e-4, atol=1e-5
+        )
+        frames.append(counter.frame_count)
+    assert frames[2] == frames[-1], frames
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="torch_chunked reads the lengths of packed documents"):
+        torch.compile(layer, fullgraph=True, backend="eager")(states, cu_seq_lens_q=documents)
+
+
+def test_compiled_model_reads_positions_between_two_graphs():
+    model = random_model(tiny_config("mamba2"))
+    opslot.apply(model)
+    states = torch.randn(1, 6, model.config.hidden_size)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass cu_seq_lens_q, or no position_ids"):
+        torch.compile(model.backbone, fullgraph=True, backend="eager")(inputs_embeds=states, position_ids=positions)
 
 
 def test_documents_are_known_by_positions_alone():

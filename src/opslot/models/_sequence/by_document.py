@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from opslot.models._hooks import add_pre_hook
-from opslot.ops._common.documents import add_documents, given_arguments, may_pack, models_around, positions_of_documents
+from opslot.ops._common.by_document import add_documents
+from opslot.ops._common.documents import given_arguments, may_pack, models_around, positions_of_documents
 from opslot.slots.protocol import modules_by_document
 
 

@@ -15,8 +15,8 @@ from opslot._base.host_values import host_values
 from opslot._base.source import takes_text_axis
 from opslot.models._hooks import add_pre_hook
 from opslot.models._multimodal.modalities import decoder_of
+from opslot.ops._common.by_document import add_documents
 from opslot.ops._common.documents import (
-    add_documents,
     has_cache,
     has_position_axes,
     masks_drop_positions,

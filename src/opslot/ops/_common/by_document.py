@@ -1,4 +1,4 @@
-"""Modules that mix tokens and take no boundaries of documents: one call for each document of a packed sequence.
+"""What depends on the documents of a packed sequence: hooks that find them, and modules that run once for each.
 
 Discovery puts `by_document` around the forward of the modules of a decoder layer in which tokens may see each other
 without a kernel that takes cu_seqlens. Each call gets the part of every argument that belongs to the document.
@@ -9,25 +9,101 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from opslot._base.boundaries import boundaries_of, offsets_of
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
 from opslot._base.tensor_cache import TensorCache
-from opslot.ops._common.documents import cu_seqlens_in
+from opslot.ops._common.documents import (
+    cu_seqlens_in,
+    given_arguments,
+    may_pack,
+    models_around,
+    positions_of_documents,
+)
 from opslot.ops._common.ranks import gather_tokens, ranks_of_shards
 from opslot.patchgen.forms import OTHER_STATES
+from opslot.slots import walk_slots
 from opslot.slots.protocol import takes_earlier_tokens, why_by_document
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def outside_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a function that reads where documents are, which torch.compile runs between two graphs.
+
+    Traced, it would be compiled again for other numbers and lengths of documents. With `fullgraph=True` torch raises an
+    error with the reason.
+    """
+    return torch.compiler.disable(reason=reason)
+
+
+@outside_graphs("it runs Transformers' implementation once for each packed document")
+def each_document(run: Callable[..., T], cu_seqlens: Tensor, *tokens: Tensor, state: Tensor | None = None) -> list[T]:
+    """Results of `run` on the tokens [1, document, ...] of each document that has some.
+
+    Args:
+        run: takes the tokens of a document, and its `state` [1, ...] if there are initial states.
+        cu_seqlens: boundaries [documents + 1] over the flattened tokens.
+        tokens: tensors [B, S, ...].
+        state: initial states [documents, ...].
+    """
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*([x[None] for x in tensor.flatten(0, 1).split(lengths)] for tensor in tokens), strict=True)
+    if state is None:
+        return [run(*document) for document in documents if document[0].shape[1]]
+    given = zip(documents, state.split(1), strict=True)
+    return [run(*document, state=states) for document, states in given if document[0].shape[1]]
+
+
+def join_documents(outputs: Iterable[Tensor], tokens: Tensor) -> Tensor:
+    """Outputs [1, document, ...] of all documents as [B, S, ...], the first two dims being those of `tokens`."""
+    return torch.cat([output[0] for output in outputs]).unflatten(0, tokens.shape[:2])
+
+
+def add_document_hooks(model: nn.Module, op_name: str) -> list[Any]:
+    """Let the models around the slots of an op derive cu_seqlens from positions that restart; returns the hooks.
+
+    Not those in which tokens are also mixed elsewhere.
+
+    Masks of attention are made from such positions, which Transformers does not give to other layers.
+    """
+    around = models_around(model, {slot.path for slot in walk_slots(model) if slot.op_name == op_name})
+    return [holder.register_forward_pre_hook(add_documents, with_kwargs=True) for holder in around]
+
+
+def add_documents(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook: the boundaries of the documents whose positions [B, S] restart, as keyword arguments."""
+    given = given_arguments(args, kwargs)
+    positions = positions_of_documents(given)
+    if positions is None or any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
+        return None
+    found = _boundaries_by_position(positions)
+    return (args, {**kwargs, **found}) if found else None
+
+
+@outside_graphs("it reads position_ids: pass cu_seq_lens_q, or no position_ids where no documents are packed")
+def _boundaries_by_position(positions: Tensor) -> dict[str, Any]:
+    """The keyword arguments for the documents whose positions [B, S] restart; none where each row is one document."""
+    if not may_pack(positions):
+        return {}
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions.diff(dim=1) != 1
+    return boundaries_of(offsets_of(starts))
 
 
 class Document(NamedTuple):
@@ -77,8 +153,7 @@ def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Lengths are Python integers, which a compiled graph could not read from a tensor.
-@torch.compiler.disable
+@outside_graphs("it runs a module once for each packed document")
 def _run(forward: Callable[..., Any], kwargs: dict[str, Any], cu_seqlens: Tensor | None) -> Any:
     batch, length = _tokens(kwargs)
     documents = list(_documents(cu_seqlens, batch, length))
@@ -89,7 +164,7 @@ def _run(forward: Callable[..., Any], kwargs: dict[str, Any], cu_seqlens: Tensor
     return _join(results, documents)
 
 
-@torch.compiler.disable
+@outside_graphs("it runs a module once for each packed document")
 def _run_on_shards(
     forward: Callable[..., Any],
     with_earlier: Collection[str],

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opslot._base.boundaries import boundaries_of, offsets_of
+from opslot._base.boundaries import offsets_of
 from opslot._base.host_values import host_values
 from opslot._base.source import takes_text_axis
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import reject
-from opslot.slots import walk_slots
 from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences
-
-T = TypeVar("T")
 
 # What Transformers calls a cache in forwards: `cache` from 5.24, one of the others before.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -79,39 +76,6 @@ def longest_document(cu_seqlens: Tensor, given: int | Tensor | None = None) -> i
 def one_row(x: Tensor) -> Tensor:
     """[B, S, ...] as [1, B * S, ...]: rows are flattened where cu_seqlens has the boundaries of rows and documents."""
     return x.reshape(1, -1, *x.shape[2:])
-
-
-def each_document(run: Callable[..., T], cu_seqlens: Tensor, *tokens: Tensor, state: Tensor | None = None) -> list[T]:
-    """Results of `run` on the tokens [1, document, ...] of each document that has some.
-
-    Args:
-        run: takes the tokens of a document, and its `state` [1, ...] if there are initial states.
-        cu_seqlens: boundaries [documents + 1] over the flattened tokens.
-        tokens: tensors [B, S, ...].
-        state: initial states [documents, ...].
-    """
-    lengths = cu_seqlens.diff().tolist()
-    documents = zip(*([x[None] for x in tensor.flatten(0, 1).split(lengths)] for tensor in tokens), strict=True)
-    if state is None:
-        return [run(*document) for document in documents if document[0].shape[1]]
-    given = zip(documents, state.split(1), strict=True)
-    return [run(*document, state=states) for document, states in given if document[0].shape[1]]
-
-
-def join_documents(outputs: Iterable[Tensor], tokens: Tensor) -> Tensor:
-    """Outputs [1, document, ...] of all documents as [B, S, ...], the first two dims being those of `tokens`."""
-    return torch.cat([output[0] for output in outputs]).unflatten(0, tokens.shape[:2])
-
-
-def add_document_hooks(model: nn.Module, op_name: str) -> list[Any]:
-    """Let the models around the slots of an op derive cu_seqlens from positions that restart; returns the hooks.
-
-    Not those in which tokens are also mixed elsewhere.
-
-    Masks of attention are made from such positions, which Transformers does not give to other layers.
-    """
-    around = models_around(model, {slot.path for slot in walk_slots(model) if slot.op_name == op_name})
-    return [holder.register_forward_pre_hook(add_documents, with_kwargs=True) for holder in around]
 
 
 def models_around(model: nn.Module, inside: Iterable[str]) -> list[nn.Module]:
@@ -234,21 +198,6 @@ def same_document(cu_seqlens: Tensor, rows: int, length: int, device: torch.devi
 
 # Transformers' decoders take them in this order.
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids", "cache")
-
-
-def add_documents(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook: the boundaries of the documents whose positions [B, S] restart, as keyword arguments."""
-    given = given_arguments(args, kwargs)
-    positions = positions_of_documents(given)
-    if positions is None or any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
-        return None
-    if not may_pack(positions):
-        return None
-    starts = torch.ones_like(positions, dtype=torch.bool)
-    starts[:, 1:] = positions.diff(dim=1) != 1
-    return args, {**kwargs, **boundaries_of(offsets_of(starts))}
 
 
 def _shown(boundaries: list[int]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opslot.ops._common.documents import each_document, join_documents
+from opslot.ops._common.by_document import each_document, join_documents
 from opslot.slots.protocol import slot_attribute
 
 

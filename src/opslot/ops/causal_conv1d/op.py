@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.cost import elementwise_cost
-from opslot.ops._common.documents import add_document_hooks, check_cu_seqlens, one_row, remove_document_hooks
+from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_document_hooks
 from opslot.ops.causal_conv1d.cases import CASES
 from opslot.slots import OpSpec, OpVariant
 
@@ -87,9 +87,16 @@ def _known_activation(module: Any) -> str | None:
     return None if activation in _ACTIVATIONS else f"its activation is {activation!r}, not silu"
 
 
+def _attach(model: nn.Module, slot: Any, kernel: Any) -> list[Any]:
+    # It imports torch._dynamo, which lists of kernels do not need.
+    from opslot.ops._common.by_document import add_document_hooks
+
+    return add_document_hooks(model, "causal_conv1d")
+
+
 OP = OpSpec(
     name="causal_conv1d",
-    attach=lambda model, slots, kernel: add_document_hooks(model, "causal_conv1d"),
+    attach=_attach,
     detach=remove_document_hooks,
     description="depthwise causal convolution before a recurrence",
     variants={

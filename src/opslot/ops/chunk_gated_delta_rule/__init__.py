@@ -112,7 +112,7 @@ add_gpu_kernel(
 add_kernel(
     OP,
     "torch_chunked",
-    "op:reference",
+    "torch_chunked:chunk_gated_delta_rule",
     # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
     # documents, which Transformers mixes; not measured on a GPU.
     priority={"cpu": 10},

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.documents import each_document, join_documents
+from opslot.ops._common.by_document import each_document, join_documents
 from opslot.ops.chunk_gated_delta_rule.op import DeltaRule
 
 

@@ -50,7 +50,7 @@ add_gpu_kernel(
 add_kernel(
     OP,
     "torch_chunked",
-    "op:reference",
+    "torch_chunked:mamba_chunk_scan",
     # Right for packed documents, which Transformers mixes.
     priority={"cpu": 10},
     description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot.ops._common.documents import each_document, join_documents
+from opslot.ops._common.by_document import each_document, join_documents
 from opslot.ops.mamba_chunk_scan.op import OPTIONS, Scan
 
 

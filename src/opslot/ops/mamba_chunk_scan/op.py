@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from opslot.ops._common.arguments import reject, require_shapes
 from opslot.ops._common.chunk_schedule import ChunkSchedule, step_slices
 from opslot.ops._common.contract import takes
-from opslot.ops._common.documents import add_document_hooks, check_cu_seqlens, one_row, remove_document_hooks
+from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_document_hooks
 from opslot.ops.mamba_chunk_scan.cases import CASES, PER_CHANNEL_CASES
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant, walk_slots
 
@@ -197,6 +197,9 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 
 def _attach(model: nn.Module, slot: Any, kernel: Any) -> list[Any]:
     """Models with a causal convolution get cu_seqlens by its hooks."""
+    # It imports torch._dynamo, which lists of kernels do not need.
+    from opslot.ops._common.by_document import add_document_hooks
+
     convolves = any(found.op_name == "causal_conv1d" for found in walk_slots(model))
     return [] if convolves else add_document_hooks(model, "mamba_chunk_scan")
 
