@@ -14,7 +14,7 @@ from opslot.data.chat import ChatEncoder
 from opslot.data.chat_template import load_chat_template
 from opslot.data.collation import IGNORE_INDEX, collate, make_sample
 from opslot.data.corpus import open_corpus
-from opslot.data.loader import evaluation_batches
+from opslot.data.loader import EvaluationLoader
 from opslot.data.packing import PackedDataset
 
 CHATML = (
@@ -489,7 +489,7 @@ def test_packed_labels_equal_padded_ones(chat_tokenizer, tmp_path):
     encode(encoder, tmp_path, records)
     corpus = open_corpus([tmp_path / "a.jsonl"], encoder, cache_dir=str(tmp_path / "cache"))
     dataset = PackedDataset(corpus, 128, packing=False, shuffle=False)
-    packed = list(evaluation_batches(dataset, 1, 256))
+    packed = [batch for batch, _ in EvaluationLoader(dataset, 1, max_tokens=256)]
     assert 1 < len(packed) < len(records)
     documents = []
     for batch in packed:
@@ -499,7 +499,7 @@ def test_packed_labels_equal_padded_ones(chat_tokenizer, tmp_path):
             assert batch["position_ids"][0, start:stop].tolist() == list(range(stop - start))
     padded = [
         sample
-        for batch in evaluation_batches(dataset, 2)
+        for batch, _ in EvaluationLoader(dataset, 2)
         for sample in zip(batch["input_ids"], batch["labels"], strict=True)
     ]
     assert len(documents) == len(padded) == len(records)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
 from opslot.data.collation import collate, collate_padded, count_targets
-from opslot.data.loader import SampleLoader, evaluation_batches
+from opslot.data.loader import EvaluationLoader, SampleLoader
 from opslot.data.packing import PackedDataset
 from opslot.data.split import split_documents
 from tests.data.in_memory import Corpus
@@ -103,7 +103,11 @@ def test_padded_batches_have_a_mask_and_no_boundaries():
     assert batch.keys() == {"input_ids", "labels", "attention_mask", "position_ids"}
     assert "attention_mask" not in collate_padded([samples[1]])
     assert count_targets(batch["labels"]) == 6
-    assert next(iter(SampleLoader(samples, 2))).keys() == next(evaluation_batches(samples, 2)).keys() == batch.keys()
+    assert (
+        next(iter(SampleLoader(samples, 2))).keys()
+        == next(iter(EvaluationLoader(samples, 2)))[0].keys()
+        == batch.keys()
+    )
 
 
 def take(loader, count):
@@ -156,11 +160,37 @@ def test_state_of_another_loader_raises(state):
 
 def test_evaluation_visits_every_sample_once():
     samples = PackedDataset(Documents([5] * 9), 4, shuffle=False)
-    batches = list(evaluation_batches(samples, 4))
+    batches = [batch for batch, _ in EvaluationLoader(samples, 4)]
     assert [len(b["input_ids"]) for b in batches] == [4, 4, 3]
     assert torch.equal(
         torch.cat([b["input_ids"] for b in batches]), torch.stack([r["input_ids"] for r in epoch_of(samples)])
     )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("max_tokens", [None, 12])
+def test_evaluation_assembles_only_a_ranks_own_batches(workers, max_tokens):
+    samples = PackedDataset(Documents([5, 3, 4, 7, 2, 6, 5, 8]), 8, shuffle=False, packing=False)
+
+    def batches_of(rank, world_size):
+        made = []
+
+        def collate_once(drawn):
+            made.append(len(drawn))
+            return collate(drawn) if max_tokens else collate_padded(drawn)
+
+        options = {"max_tokens": max_tokens, "collate_fn": collate_once, "rank": rank, "world_size": world_size}
+        found = list(EvaluationLoader(samples, 2, num_workers=workers, **options))
+        assert workers or len(made) == len(found)
+        return found
+
+    whole = [batch["input_ids"].tolist() for batch, _ in batches_of(0, 1)]
+    ranks = [batches_of(rank, 3) for rank in range(3)]
+    together = [batch["input_ids"].tolist() for turn in zip(*ranks, strict=True) for batch, counts in turn if counts]
+    assert together == whole
+    # A rank without a batch of its own runs another's.
+    assert [len(rank) for rank in ranks] == [2, 2, 2]
+    assert [counts for _, counts in ranks[2]] == [True, False]
 
 
 def test_held_out_documents_are_not_trained_on():

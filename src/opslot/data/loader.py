@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -392,57 +393,81 @@ class _Assembled(Dataset):
 class _MicroBatches:
     """Packed micro batches [1, tokens] from the numbers of their samples."""
 
-    # A rank without a document runs a batch without targets, since FSDP needs every rank for its collectives.
-    _IDLE_TOKENS = 8
-
     def __init__(self, dataset: PackedDataset | MixedDataset, collate_fn: Collate) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
 
     def __call__(self, located: tuple[StepDocuments, list[list[int]]]) -> tuple[StepDocuments, list[dict[str, Any]]]:
         step, own = located
-        return step, [self._collate(numbers) for numbers in own]
+        return step, [_pack(self.dataset, numbers, self.collate_fn) for numbers in own]
 
-    def _collate(self, numbers: list[int]) -> dict[str, Any]:
-        documents = [tokens for number in numbers for tokens in self.dataset.tokens(number)]
-        size = sum(map(len, documents)) or self._IDLE_TOKENS
-        extras = [extra for number in numbers for extra in self.dataset.extras(number)]
-        return self.collate_fn([make_sample(documents, size, self.dataset.pad_token_id, extras)])
+
+# A rank without a document runs a batch without targets, since FSDP needs every rank for its collectives.
+_IDLE_TOKENS = 8
+
+
+def _pack(dataset: PackedDataset | MixedDataset, numbers: list[int], collate_fn: Collate) -> dict[str, Any]:
+    """The documents of some samples as a batch [1, tokens]."""
+    documents = [tokens for number in numbers for tokens in dataset.tokens(number)]
+    size = sum(map(len, documents)) or _IDLE_TOKENS
+    extras = [extra for number in numbers for extra in dataset.extras(number)]
+    return collate_fn([make_sample(documents, size, dataset.pad_token_id, extras)])
 
 
 def _identity(value: Any) -> Any:
     return value
 
 
-def evaluation_batches(
-    dataset: PackedDataset,
-    micro_batch_size: int,
-    max_tokens: int | None = None,
-    collate_fn: Collate | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Every sample of one epoch once, in batches of at most `micro_batch_size`.
+@dataclass(eq=False, repr=False)
+class EvaluationLoader(_Loader):
+    """Every sample of one epoch once, in batches of at most `micro_batch_size` samples; this rank's of them.
 
     With `max_tokens`, whole documents are packed into batches [1, at most max_tokens], without padding.
+
+    Attributes:
+        dataset: the samples; with `max_tokens`, of one document each (`packing=False`).
+        collate_fn: samples to a batch; default `collate`, or `collate_padded` for samples that are padded.
     """
-    if max_tokens is not None:
-        yield from _packed_batches(dataset, max_tokens, collate_fn or collate)
-        return
-    collate_fn = collate_fn or _collate_of(dataset)
-    for first in range(0, dataset.samples_per_epoch, micro_batch_size):
-        last = min(first + micro_batch_size, dataset.samples_per_epoch)
-        yield collate_fn([dataset[number] for number in range(first, last)])
 
+    dataset: PackedDataset
+    micro_batch_size: int
+    _: KW_ONLY
+    max_tokens: int | None = None
+    collate_fn: Collate | None = None
 
-def _packed_batches(dataset: PackedDataset, max_tokens: int, collate_fn: Collate) -> Iterator[dict[str, Any]]:
-    documents: list[np.ndarray] = []
-    extras: list[bytes] = []
-    size = 0
-    for number in range(dataset.samples_per_epoch):
-        for tokens in dataset.tokens(number):
-            if size + len(tokens) > max_tokens:
-                yield collate_fn([make_sample(documents, size, dataset.pad_token_id, extras)])
-                documents, extras, size = [], [], 0
-            documents.append(tokens)
-            size += len(tokens)
-        extras += dataset.extras(number)
-    yield collate_fn([make_sample(documents, size, dataset.pad_token_id, extras)])
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], bool]]:
+        """Batches, and whether each counts: FSDP needs every rank for its collectives, so a rank without a batch runs
+        another rank's."""
+        return self._assembled(self._assemble, self._own_batches())
+
+    def _own_batches(self) -> Iterator[tuple[list[int], bool]]:
+        batches = self._batches()
+        while concurrent := list(itertools.islice(batches, self.world_size)):
+            own = min(self.rank, len(concurrent) - 1)
+            # Workers never tokenize.
+            self.dataset.prepare(concurrent[own][-1])
+            yield concurrent[own], own == self.rank
+
+    def _batches(self) -> Iterator[list[int]]:
+        """The sample numbers of each batch."""
+        count = self.dataset.samples_per_epoch
+        if self.max_tokens is None:
+            for first in range(0, count, self.micro_batch_size):
+                yield [*range(first, min(first + self.micro_batch_size, count))]
+            return
+        numbers: list[int] = []
+        size = 0
+        for number, length in enumerate(self.dataset.token_counts(0, count).tolist()):
+            if size + length > self.max_tokens:
+                yield numbers
+                numbers, size = [], 0
+            numbers.append(number)
+            size += length
+        yield numbers
+
+    def _assemble(self, given: tuple[list[int], bool]) -> tuple[dict[str, Any], bool]:
+        numbers, counts = given
+        if self.max_tokens is not None:
+            return _pack(self.dataset, numbers, self.collate_fn or collate), counts
+        collate_fn = self.collate_fn or _collate_of(self.dataset)
+        return collate_fn([self.dataset[number] for number in numbers]), counts

@@ -16,7 +16,7 @@ from opslot.data.chat_template import load_chat_template
 from opslot.data.corpus import TokenCorpus, open_corpus
 from opslot.data.encoder import Encoder, TextEncoder
 from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names
-from opslot.data.loader import SampleLoader, TokenLoader
+from opslot.data.loader import EvaluationLoader, SampleLoader, TokenLoader
 from opslot.data.mixture import MixedDataset
 from opslot.data.multimodal.collation import MultimodalCollator
 from opslot.data.multimodal.encoder_cost import AudioRows
@@ -167,6 +167,18 @@ class RunData:
             collate_fn=self.collate_fn,
             **options,
         )
+
+    def evaluation_loaders(self, **options: Any) -> Iterator[EvaluationLoader]:
+        """The batches of each evaluated data set; `options` as in `loader`."""
+        size, max_tokens = micro_batch_size(self.config.train), self.max_tokens
+        if max_tokens is not None and self.config.task == "pretrain":
+            # Evaluated as samples of one size.
+            size, max_tokens = max_tokens // self.config.data.sample_length, None
+        # Text takes less time to assemble than processes to start.
+        workers = self.num_workers if self.config.task == "vlm" else 0
+        options |= {"num_workers": workers, "max_tokens": max_tokens, "collate_fn": self.collate_fn}
+        for eval_set in self.eval_sets:
+            yield EvaluationLoader(eval_set, size, **options)
 
     @property
     def collate_fn(self) -> Any:

@@ -17,7 +17,7 @@ from opslot._base.errors import ConfigError
 from opslot.checkpoint import export_hf, save_adapter
 from opslot.checkpoint.save import save_processors
 from opslot.data.collation import count_targets
-from opslot.data.loader import SampleLoader, TokenLoader, evaluation_batches
+from opslot.data.loader import SampleLoader, TokenLoader
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
 from opslot.models._own_loss import why_not_causal
@@ -29,7 +29,6 @@ from opslot.trainer.generating import generate_answers
 from opslot.trainer.prompts import Prompt, PromptValue, prompt_of
 from opslot.trainer.run_data import CHAT_TASKS, RunData, check_answer_length, open_tokenizer, set_sample_length
 from opslot.trainer.setup import dtype_of_weights
-from opslot.trainer.validate import micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,33 +154,28 @@ class TextTrainer(BaseTrainer):
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss (mean cross entropy of the held-out documents in nats per token) and perplexity."""
-        total, targets = 0.0, 0
+        # On the device: reading the loss of each batch would stop it.
+        total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
         with self._evaluating(), loss_only(self.model):
             for batch, counts in self.evaluated_batches():
                 count = count_targets(batch["labels"]) if counts else 0
                 cross_entropy, _ = self.split_loss(self.forward(batch, count))
-                total += cross_entropy.item() * count
+                total += cross_entropy.double() * count
                 targets += count
-        total, counted = sum_over_ranks(total, targets)
+        summed, counted = sum_over_ranks(total.item(), targets)
         # The ranks of one sequence count the same targets, and each computes a part of their loss.
-        loss = total / max(1, counted / self.state.sp)
+        loss = summed / max(1, counted / self.state.sp)
         return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
 
     def evaluated_batches(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """This rank's batches of the held-out documents, and whether each counts: FSDP needs every rank for its
-        collectives, so a rank without a batch runs another rank's."""
+        """This rank's batches of the held-out documents, and whether each counts, see `EvaluationLoader`."""
         assert self.data.eval_sets, "evaluation needs train.eval_steps or data.eval_path"
-        data, max_tokens = self.config.data, self.data.max_tokens
-        size = micro_batch_size(self.config.train)
-        if max_tokens is not None and self.config.task == "pretrain":
-            # Evaluated as samples of one size.
-            size, max_tokens = max_tokens // data.sample_length, None
-        batches = itertools.chain.from_iterable(
-            evaluation_batches(eval_set, size, max_tokens, self.data.collate_fn) for eval_set in self.data.eval_sets
+        state = self.state
+        return itertools.chain.from_iterable(
+            self.data.evaluation_loaders(
+                rank=state.dp_rank, world_size=state.dp_size, pin_memory=self.device.type == "cuda"
+            )
         )
-        while concurrent := list(itertools.islice(batches, self.state.dp_size)):
-            own = min(self.state.dp_rank, len(concurrent) - 1)
-            yield concurrent[own], own == self.state.dp_rank
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[PromptValue], max_new_tokens: int) -> list[str]:
