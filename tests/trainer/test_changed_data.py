@@ -128,3 +128,14 @@ def test_settings_without_effect_are_reported(train, settings):
         "train.fsdp.copy_engine has no effect on a CPU",
         "train.fsdp.ulysses_overlap has no effect with train.sp_size=1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lr", "warns"), [("bfloat16", 1e-5, True), ("bfloat16", 1e-3, False), ("float32", 1e-5, False)]
+)
+def test_updates_that_bfloat16_rounds_away_are_reported(train, settings, dtype, lr, warns):
+    settings["model"]["torch_dtype"] = dtype
+    settings["train"] |= {"lr": lr, "max_steps": 1}
+    code, out, _ = train()
+    assert code == 0
+    assert ("warning: model.torch_dtype=bfloat16 rounds most updates of train.lr=1e-05 away" in out) == warns

@@ -49,6 +49,5 @@ def test_state_that_exceeds_the_memory_is_named(settings, monkeypatch):
         raise torch.OutOfMemoryError
     assert state_bytes(model, trainer.config.train.optimizer) == 16_000_000
     assert raised.value.hint == (
-        "set model.torch_dtype: bfloat16, or set train.optimizer.name: adamw_8bit, or train adapters (lora.r: 16), or "
-        "use more GPUs"
+        "set train.optimizer.name: adamw_8bit, or train adapters (lora.r: 16), or use more GPUs"
     )

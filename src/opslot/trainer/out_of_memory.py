@@ -73,8 +73,6 @@ def _remedies(config: RunConfig, others: int, *, is_state: bool) -> Iterator[str
             yield "set train.activation_offload: true"
         yield "lower data.max_seq_len"
     if config.lora.r is None:
-        if config.model.torch_dtype == "float32":
-            yield "set model.torch_dtype: bfloat16"
         if train.optimizer.name in ("adamw", "adamw_torch"):
             yield "set train.optimizer.name: adamw_8bit"
         yield "train adapters (lora.r: 16)"

@@ -66,6 +66,8 @@ _AT_LEAST = {
     "evaluation.early_stopping_patience": 1,
 }
 _AT_MOST = {"train.global_batch_size": _LARGEST_BATCH, "data.num_workers": _MOST_WORKERS}
+# An update of AdamW is about the learning rate, and bfloat16 keeps 1/512 of a weight, which is about 0.02 to 0.05.
+_LEAST_BFLOAT16_LR = 5e-5
 _ABOVE_ZERO = ("train.lr", "train.num_epochs", "train.optimizer.eps", "train.logging.peak_tflops", "data.max_fps")
 # Fields whose values are in [0, 1).
 _SHARES = (
@@ -100,7 +102,7 @@ class RunInputs:
         sources: the training data; more than one for a mixture.
         eval_files: existing files; empty without `data.eval_path`.
         checkpoint: folder to resume from, or None to start at step 1.
-        warnings: settings that have no effect.
+        warnings: settings that have no effect, or a harmful one.
     """
 
     config_path: Path
@@ -217,6 +219,11 @@ def _no_effect(config: RunConfig) -> list[str]:
         warnings.append("train.fsdp.copy_engine has no effect on a CPU")
     if train.fsdp.ulysses_overlap and train.sp_size == 1:
         warnings.append("train.fsdp.ulysses_overlap has no effect with train.sp_size=1")
+    if config.model.torch_dtype == "bfloat16" and config.lora.r is None and (train.lr or math.inf) < _LEAST_BFLOAT16_LR:
+        warnings.append(
+            f"model.torch_dtype=bfloat16 rounds most updates of train.lr={train.lr:g} away; leave it float32, which "
+            "computes in train.fsdp.param_dtype all the same, or save memory with lora.r or adamw_8bit"
+        )
     return warnings
 
 
