@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from opslot.data.multimodal.containers import missing_bytes
 from opslot.data.multimodal.seeking import selected_frames
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ _LONGEST_SHOWN = 200
 # How far values of an image are clipped, of 255; others are an error.
 _BEYOND = 32
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+# Formats of animations, which may have a single frame.
+_ANIMATED = ("GIF", "WEBP")
 # Keys of a source, in the order in which they are looked for.
 _KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
 
@@ -231,11 +234,15 @@ def read_source(source: Any, folder: Path) -> bytes:
     """The bytes of a file, of a data URI or in the record.
 
     Raises:
-        MediaError: a file that cannot be read, or no bytes.
+        MediaError: a file that cannot be read or is cut off, or no bytes.
     """
     data = _bytes_of(value_of(source), folder)
     if not data:
         raise MediaError(f"{describe(source)} is empty (0 bytes)")
+    if missing := missing_bytes(data):
+        raise MediaError(
+            f"{describe(source)} is cut off: it has {len(data)} bytes, of at least {len(data) + missing} in its header"
+        )
     return data
 
 
@@ -333,6 +340,11 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
     try:
         image = Image.open(io.BytesIO(data))
         total = getattr(image, "n_frames", 1)
+        if total == 1 and image.format not in _ANIMATED:
+            raise MediaError(
+                f"the video {describe(source)} is a still image ({image.format}); give it as an image, or as the "
+                "frames of a video"
+            )
         fps = 1000 / np.mean([_duration(image, number) for number in range(total)]).item()
         indices = _sampled(total, fps, limits, source)
         frames = []
@@ -341,6 +353,8 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
             frames.append(load_image(image.copy(), Path(), limits))
     except UnidentifiedImageError:
         return None
+    except MediaError:
+        raise
     except Exception as error:
         raise MediaError(f"the video {describe(source)} does not decode ({error})") from error
     return _video(frames, indices, total, fps)
@@ -387,8 +401,6 @@ def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limi
 
 def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
     with av_package(source).open(io.BytesIO(data)) as container:
-        if not len(container.streams):
-            raise MediaError(f"the video {describe(source)} is damaged or cut off: it has no streams")
         if not container.streams.video:
             raise MediaError(f"{describe(source)} has no video stream")
         stream = container.streams.video[0]
