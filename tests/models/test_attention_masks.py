@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, masking_utils
 
@@ -153,6 +154,17 @@ def test_split_documents(lengths, expected):
     assert found.unique().tolist() == expected
     assert found.tolist() == sorted(found.tolist())
     assert len(found) == len(lengths) + sum(lengths) // 4 + 1
+
+
+def test_documents_of_any_length_are_split_in_one_compiled_graph():
+    """As of Llama 4, whose layers with chunks split each row."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    split = torch.compile(masks.split_documents, fullgraph=True, dynamic=True, backend=counter)
+    for length in (9, 14, 23):
+        cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+        assert torch.equal(split(cu_seqlens, length, 4), masks.split_documents(cu_seqlens, length, 4))
+    assert counter.frame_count == 1
 
 
 def test_mask_passed_to_a_model_inside_that_makes_masks_again():

@@ -137,8 +137,9 @@ def split_documents(cu_seqlens: Tensor, tokens: int, chunk: int) -> Tensor:
     document = document_of_tokens(cu_seqlens, 1, tokens, cu_seqlens.device)[0]
     is_start = (token - cu_seqlens.long()[document]) % chunk == 0
     size = len(cu_seqlens) - 1 + tokens // chunk
-    starts = torch.nonzero_static(is_start, size=size, fill_value=tokens).flatten()
-    return pad(starts, (0, 1), value=tokens).to(cu_seqlens.dtype)
+    # torch.compile makes the size that nonzero_static takes a constant.
+    number = torch.arange(1, size + 2, device=cu_seqlens.device)
+    return torch.searchsorted(is_start.cumsum(0), number).to(cu_seqlens.dtype)
 
 
 _splits: TensorCache[Tensor] = TensorCache(4)
