@@ -1,7 +1,8 @@
 """What an audio encoder of any form computes for each frame, measured on a copy without weights.
 
-Conformers mix convolutions, attention within blocks and projections of relative positions, in code of their own. The
-copy runs on the meta device, which computes nothing; hooks count the rows of its modules, and torch's counter the rest.
+A frame is one of mel features, or a sample of a waveform. Conformers mix convolutions, attention within blocks and
+projections of relative positions, in code of their own. The copy runs on the meta device, which computes nothing; hooks
+count the rows of its modules, and torch's counter the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from opslot.models._multimodal.probe import Inputs, find_once, meta_copy
 
 # Lengths of two audios. What is quadratic in them is attention within all of an audio.
 _FRAMES = (800, 1600)
+# Of waveforms: multiples of the samples that encoders take for a row, such as 320, 1920 and 3200.
+_SAMPLES = (153_600, 307_200)
 # What PEFT puts around a module.
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save\.[^.]+|original_module)(?=\.|$)")
 
@@ -74,14 +77,19 @@ def _measure(holder: Any, encoder: str) -> dict[str, Any] | None:
     """The fields of a `MeasuredAudioEncoder`, with paths in `holder`."""
     try:
         model, inputs = meta_copy(holder), AudioInputs(holder)
-        (_, _, shorter), (features, rows, longer) = (
-            next(found for given in inputs.of_length(model, frames) if (found := _run(model, given, encoder)))
-            for frames in _FRAMES
-        )
+        measured = [
+            next(
+                (features, *found)
+                for features, given in inputs.of_length(model, *lengths)
+                if (found := _run(model, given, encoder))
+            )
+            for lengths in zip(_FRAMES, _SAMPLES, strict=True)
+        ]
     # A model's own code may raise anything, and may take no features of these lengths.
     except Exception:
         return None
-    first, second = _FRAMES
+    (_, _, shorter), (features, rows, longer) = measured
+    first, second = _SAMPLES if features.shape[-1] == _SAMPLES[1] else _FRAMES
     quadratic = max(0.0, (longer / second - shorter / first) / (second - first))
     flops: Counter[int] = Counter()
     for path, count in rows.items():
@@ -89,15 +97,15 @@ def _measure(holder: Any, encoder: str) -> dict[str, Any] | None:
             flops[count] += _flops(model, path, count)
     return {
         "rows": flops.most_common(1)[0][0] / second,
-        "frames_dim": -2 if features.shape[-2] == second else -1,
+        "frames_dim": -1 if features.shape[-1] == second else -2,
         "by_path": {path: count / second for path, count in rows.items()},
         "linear": longer / second - quadratic * second,
         "quadratic": quadratic,
     }
 
 
-def _run(model: Any, inputs: Inputs, encoder: str) -> tuple[torch.Tensor, dict[str, int], int] | None:
-    """The mel features, the rows of each module, and the FLOPs of everything else; None where the encoder raises."""
+def _run(model: Any, inputs: Inputs, encoder: str) -> tuple[dict[str, int], int] | None:
+    """The rows of each module, and the FLOPs of everything else; None where the encoder raises."""
     rows: dict[str, int] = {}
     ends: list[bool] = []
     handles = [model.get_submodule(encoder).register_forward_hook(lambda *_: ends.append(True))]
@@ -111,7 +119,7 @@ def _run(model: Any, inputs: Inputs, encoder: str) -> tuple[torch.Tensor, dict[s
     for handle in handles:
         handle.remove()
     rest = counter.get_total_flops() - sum(_flops(model, path, count) for path, count in rows.items())
-    return (inputs["input_features"], rows, rest) if ends else None
+    return (rows, rest) if ends else None
 
 
 def _counting(rows: dict[str, int], path: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:

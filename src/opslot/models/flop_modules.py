@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from opslot._base.source import forward_source
+from opslot.models._multimodal.audio import AUDIO_CONFIGS, METHOD
 from opslot.models.flop_audio import AudioEncoder, read_audio_encoder
 from opslot.models.flop_measured import MeasuredAudioEncoder, measure_audio_encoder
 from opslot.ops.attention.options import head_widths, option_value
@@ -96,7 +97,9 @@ class ModuleReader:
                 continue
             if stream is None:
                 if self.streams.get(_parent(path), TOKENS) is not None:
-                    self.uncounted.append(Uncounted(path, "audio whose encoder does not run without values"))
+                    runs = any(hasattr(m, METHOD) for m in self.modules.values())
+                    reason = "whose encoder does not run without values" if runs else f"of a model without {METHOD}"
+                    self.uncounted.append(Uncounted(path, f"audio {reason}"))
                     skipped += (f"{path}.",)
                 continue
             if _is_inactive(path, self.modules):
@@ -347,6 +350,9 @@ def _tower(path: str, module: Any, models: dict[str, Any]) -> str | None:
     inside = (models[p] for p in models if p.startswith(f"{path}." if path else "") and p != path)
     if type(module.config) in text or any(type(m.config) in text for m in inside):
         return TOKENS
+    configs = (getattr(m.config, name, None) for m in models.values() if hasattr(m, METHOD) for name in AUDIO_CONFIGS)
+    if type(module.config) in map(type, configs):
+        return FRAMES
     modalities = (
         module.input_modalities if isinstance(module.input_modalities, str) else " ".join(module.input_modalities)
     )

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
+from opslot.models._multimodal.audio import MELS, WAVEFORM
 from opslot.models.flop_modules import FRAMES, PATCHES, TOKENS, AttentionShape, ModuleReader, Uncounted
 from opslot.slots.bind import require_module
 
@@ -90,7 +91,8 @@ def count_flops(
         model: on any device, also meta; bound by opslot or not; inside PEFT or not.
         lengths: tokens of each document of the step.
         patches: patches of each image or video frame; towers without any are not run.
-        frames: frames of the mel features of each audio, likewise; padding of chunks is not counted.
+        frames: frames of the mel features of each audio, or samples of its waveform where the model takes that,
+            likewise; padding of chunks is not counted.
 
     Returns:
         The FLOPs, and the modules that could not be counted.
@@ -222,8 +224,11 @@ def image_lengths(batch: dict[str, Any]) -> list[int]:
 
 def audio_lengths(batch: dict[str, Any], frames_dim: int = -1) -> list[int]:
     """Frames of each audio of a micro batch, from its mel features [N, mels, frames], or [N, frames, mels] with
-    `frames_dim` -2: without the padding where the model is given its mask."""
-    features = batch.get("input_features")
+    `frames_dim` -2: without the padding where the model is given its mask. Samples of waveforms [N, samples] or
+    [N, 1, samples]."""
+    if (waveforms := batch.get(WAVEFORM)) is not None:
+        return [waveforms.shape[-1]] * len(waveforms)
+    features = batch.get(MELS)
     if features is None:
         return []
     mask = batch.get("feature_attention_mask")

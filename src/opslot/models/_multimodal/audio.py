@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from opslot.models._multimodal.probe import Inputs, Probe, find_once
 
 METHOD = "get_audio_features"
-# Names of inputs: mel features, a waveform, or codes.
-_KINDS = ("input_features", "input_values", "audio_input_ids")
+MELS, WAVEFORM = "input_features", "input_values"
+# Names of inputs, the last one of codes.
+_KINDS = (MELS, WAVEFORM, "audio_input_ids")
 _TOKENS = "input_ids"
 # Names of the config of an audio encoder.
 AUDIO_CONFIGS = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config")
@@ -64,11 +65,15 @@ class AudioInputs:
             return None
         return probe.first(self._candidates(name, probe.model, self._lengths()))
 
-    def of_length(self, model: nn.Module, frames: int) -> Iterator[Inputs]:
-        """Mel features of so many frames on the meta device, in each form that the encoder of `model` may take."""
-        name = _KINDS[0]
-        for inputs in self._candidates(name, model, [frames]) if name in self._parameters else ():
-            yield {**inputs, name: inputs[name].to("meta")}
+    def of_length(self, model: nn.Module, frames: int, samples: int) -> Iterator[tuple[Tensor, Inputs]]:
+        """Mel features of so many frames, or a waveform of so many samples, on the meta device, and the arguments with
+        them, in each form that the encoder of `model` may take: with all masks, and with those that it requires."""
+        name, length = (MELS, frames) if MELS in self._parameters else (WAVEFORM, samples)
+        for inputs in self._candidates(name, model, [length]) if name in self._parameters else ():
+            features = inputs[name].to("meta")
+            yield features, {**inputs, name: features}
+            required = {other for other, p in self._parameters.items() if p.default is p.empty}
+            yield features, {other: inputs[other] for other in inputs if other in required} | {name: features}
 
     def _candidates(self, name: str, model: nn.Module, lengths: Sequence[int]) -> Iterator[Inputs]:
         """Inputs of one audio, the shortest first."""
@@ -94,7 +99,7 @@ class AudioInputs:
 
     def _forms(self, name: str, length: int, model: nn.Module) -> Iterator[Tensor]:
         """Features of one audio of `length` frames or samples, in each order of dims that an encoder may take."""
-        if name == "input_values":
+        if name == WAVEFORM:
             # Some have a dim of channels.
             yield from (torch.ones(1, length), torch.ones(1, 1, length))
         elif name == "audio_input_ids":
