@@ -195,6 +195,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
     "glm4v_moe_text": {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},
+    # A multiple of downsample_rate.
+    "granite_speech": {"window_size": 15},
+    "granite_speech_plus": {"window_size": 15},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
