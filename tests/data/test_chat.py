@@ -266,6 +266,51 @@ def test_tools_and_tool_turns(chat_tokenizer, tmp_path):
         ]
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_turns_with_weight_zero_are_not_trained(chat_tokenizer, tmp_path, template, mark):
+    encoder = encoder_of(chat_tokenizer, template)
+    first, last = ([{**m, **mark} if m is TALK[i] else m for m in TALK] for i in (2, 4))
+    (tokens,), _ = encode(encoder, tmp_path, [{"messages": first}])
+    assert trained_parts(chat_tokenizer, tokens) == ["4<|im_end|>"]
+    (tokens,), _ = encode(encoder, tmp_path, [{"messages": last}])
+    assert trained_parts(chat_tokenizer, tokens) == ["hello ü<|im_end|>"]
+    (_,), counts = encode(
+        encoder_of(chat_tokenizer, template, train_on="last"), tmp_path, [{"messages": last}, {"messages": TALK}]
+    )
+    assert counts == {"without a trained token": 1}
+
+
+def test_function_calls_of_sharegpt_equal_tool_calls(chat_tokenizer, tmp_path):
+    call = {"name": "add", "arguments": {"a": 2}}
+    talk = [
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    names = {"user": "human", "tool": "observation", "assistant": "gpt"}
+    sharegpt = [{"from": names[m["role"]], "value": m.get("content")} for m in talk]
+    (expected,), _ = encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{"messages": talk}])
+    for written in (call, [call]):
+        sharegpt[1] = {"from": "function_call", "value": json.dumps(written)}
+        (tokens,), _ = encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{"conversations": sharegpt}])
+        assert np.array_equal(tokens, expected)
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "chosen and rejected"),
+        ({"conversations": TALK[:2], "chosen": TALK[2], "rejected": TALK[4]}, "chosen and rejected"),
+        ({"prompt": "q", "completion": "a", "label": False}, "label, true or false"),
+    ],
+)
+def test_preference_data_raises(chat_tokenizer, tmp_path, record, found):
+    with pytest.raises(DataError, match=rf"preference data \(it has {found}\)"):
+        encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [record])
+
+
 def test_forms_of_chat_data_are_equal(chat_tokenizer, tmp_path):
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in TALK]
@@ -381,6 +426,12 @@ GOOD = {"messages": TALK}
         (CHATML, {"messages": [{"content": "x"}]}, "messages[0] has no role"),
         (CHATML, {"messages": [3]}, "messages[0] must be an object with role and content"),
         (CHATML, {"conversations": TALK}, "no messages, which the file's first record has; it has conversations"),
+        (
+            CHATML,
+            {"messages": [TALK[1], {**TALK[2], "weight": 2}]},
+            "messages[1]: weight must be 0 or 1, found a int (2)",
+        ),
+        (CHATML, {"messages": [{"from": "function_call", "value": "add"}]}, "messages[0] is not JSON"),
         (CHATML, {"messages": [{"from": "robot", "value": "x"}]}, "unknown speaker 'robot'"),
         (CHATML, {"messages": [TALK[1], {**TALK[2], "content": "x" * 600}]}, "more than data.max_seq_len=512"),
         (CHATML, {"messages": [TALK[1], {**TALK[2], "content": "\ud83d"}]}, "half of a surrogate pair"),

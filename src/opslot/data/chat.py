@@ -33,7 +33,14 @@ from opslot._base.errors import DataError
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.content_forms import ContentForms
 from opslot.data.encoder import SampleEncoder, SampleError, digest
-from opslot.data.messages import Message, messages_of, messages_of_instruction, messages_of_texts, parsed
+from opslot.data.messages import (
+    Message,
+    is_trained_turn,
+    messages_of,
+    messages_of_instruction,
+    messages_of_texts,
+    parsed,
+)
 from opslot.data.records import FileColumns, Location, columns_in, lone_surrogate
 
 if TYPE_CHECKING:
@@ -110,6 +117,12 @@ class ChatEncoder(SampleEncoder):
     def inspect(self, file: Path, format: str, problems: list[str]) -> None:
         found = columns_in(file, format, problems)
         if found is None:
+            return
+        if reason := _preferences(found):
+            problems.append(
+                f"{file}: preference data (it has {reason}), and task {self.task} has no chosen and rejected answers; "
+                "rename the chosen ones to completion and remove the other columns, or train as examples/trl_dpo.py"
+            )
             return
         form = next((form for form in _FORMS if set(form) <= set(found.names)), None)
         if form is None:
@@ -218,17 +231,19 @@ class ChatEncoder(SampleEncoder):
     def _rendered_turns(self, messages: list[Message], tools: Any, first: int) -> list[Rendered]:
         full, marked = self._render(messages, tools)
         _check_tools(full, messages, tools)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self.train_on == "all":
             return [Rendered(full, None, messages)]
-        if self.train_on == "last":
-            turns = turns[-1:]
+        turns = [i for i in answers if i >= first]
+        turns = [i for i in turns[-1:] if self.train_on == "last"] or turns
+        turns = [i for i in turns if is_trained_turn(messages[i])]
         if not turns:
             return [Rendered(full, [], messages)]
         if marked is not None:
-            if turns[0]:
-                begin = _common(full, self._render(messages[: turns[0]], tools, prompt=True)[0])
-                marked = [span for span in marked if span[0] >= begin]
+            for turn in set(answers) - set(turns):
+                begin = _common(full, self._render(messages[:turn], tools, prompt=True)[0]) if turn else 0
+                end = _common(full, self._render(messages[: turn + 1], tools)[0])
+                marked = [span for span in marked if not begin <= span[0] < end]
             return [Rendered(full, marked, messages)]
         samples: list[Rendered] = []
         for turn in turns:
@@ -356,6 +371,16 @@ def _holds_messages(found: FileColumns) -> bool:
     if found.schema is None:
         return not isinstance((found.first or {}).get("prompt"), str)
     return "string" not in str(found.schema.field("prompt").type)[:12]
+
+
+def _preferences(found: FileColumns) -> str:
+    """The columns that hold preferences (DPO, KTO), whose rejected answers must not be trained; "" without them."""
+    names = set(found.names)
+    if {"chosen", "rejected"} <= names:
+        return "chosen and rejected"
+    is_flag = str(found.schema.field("label").type) == "bool" if found.schema and "label" in names else False
+    is_flag |= isinstance((found.first or {}).get("label"), bool)
+    return "label, true or false" if is_flag and {"prompt", "completion"} <= names else ""
 
 
 def _common(first: str, second: str) -> int:

@@ -14,6 +14,8 @@ _ROLES = {
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
+    # Its text is the call, or a list of them, as JSON.
+    "function_call": "assistant",
 }
 _TURNS = ("user", "assistant")
 
@@ -75,12 +77,17 @@ def _message(value: Any, name: str) -> Message:
         raise SampleError(f"{name} must be an object with role and content, found {_shown(value)}")
     message = {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if "from" in message and "role" not in message:
-        role = _ROLES.get(str(message.pop("from")).lower())
+        speaker = str(message.pop("from")).lower()
+        role = _ROLES.get(speaker)
         if role is None:
             raise SampleError(f"{name}: unknown speaker {value['from']!r}; expected one of {', '.join(_ROLES)}")
         message["role"] = role
         if "value" in message:
             message["content"] = message.pop("value")
+        if speaker == "function_call":
+            calls = parsed(message.pop("content", None), name)
+            calls = calls if isinstance(calls, list) else [calls]
+            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise SampleError(f"{name} has no role; it has {', '.join(map(str, message)) or 'nothing'}")
@@ -89,6 +96,8 @@ def _message(value: Any, name: str) -> Message:
     for part in content if isinstance(content, list) else ():
         if isinstance(part, Mapping) and part.get("type") == "text":
             text_of(part, f"{name}: ")
+    if message.get("weight", 1) not in (0, 1):
+        raise SampleError(f"{name}: weight must be 0 or 1, found {_shown(message['weight'])}")
     calls = message.get("tool_calls")
     if calls is not None:
         calls = parsed(calls, f"{name}.tool_calls")
@@ -98,6 +107,11 @@ def _message(value: Any, name: str) -> Message:
     elif content is None or (role == "assistant" and _is_empty(content)):
         raise SampleError(f"{name}: the {role}'s turn is empty")
     return message
+
+
+def is_trained_turn(message: Message) -> bool:
+    """Whether the loss includes an assistant's turn, which `weight: 0` (OpenAI) and `train: false` (axolotl) exclude."""
+    return bool(message.get("weight", 1)) and bool(message.get("train", True))
 
 
 def text_of(part: Mapping[str, Any], where: str = "") -> str:
