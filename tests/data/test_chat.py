@@ -429,7 +429,7 @@ GOOD = {"messages": TALK}
         (
             CHATML,
             {"messages": [TALK[1], {**TALK[2], "weight": 2}]},
-            "messages[1]: weight must be 0 or 1, found a int (2)",
+            "messages[1]: weight must be 0 or 1",
         ),
         (CHATML, {"messages": [{"from": "function_call", "value": "add"}]}, "messages[0] is not JSON"),
         (CHATML, {"messages": [{"from": "robot", "value": "x"}]}, "unknown speaker 'robot'"),

@@ -22,6 +22,16 @@ def test_learning_rate_schedules(scheduler, expected):
     assert got == pytest.approx(expected)
 
 
+def test_warmup_below_one_is_a_fraction_of_the_steps():
+    def rates(warmup, steps):
+        train = TrainConfig(lr=1.0, warmup_steps=warmup)
+        return [learning_rate(train, step, steps) for step in range(1, steps + 1)]
+
+    assert rates(0.4, 10) == rates(4, 10)
+    assert rates(0.03, 100) == rates(3, 100)
+    assert rates(0.03, 10)[0] > 0.9  # less than one step
+
+
 def test_weight_decay_of_matrices_only_and_no_frozen_parameters():
     model = torch.nn.ModuleDict(
         {

@@ -110,7 +110,7 @@ def _message(value: Any, name: str) -> Message:
 
 
 def is_trained_turn(message: Message) -> bool:
-    """Whether the loss includes an assistant's turn, which `weight: 0` (OpenAI) and `train: false` (axolotl) exclude."""
+    """Whether an assistant's turn is trained: OpenAI's `weight: 0` and axolotl's `train: false` exclude it."""
     return bool(message.get("weight", 1)) and bool(message.get("train", True))
 
 

@@ -103,7 +103,7 @@ class CheckpointConfig:
     """Checkpoints, exports of the weights, and where to resume.
 
     Args:
-        save_steps: number of steps between two checkpoints; the last step is always saved.
+        save_steps: number of steps between two checkpoints; the last step is always saved. null: no others.
         async_save: write checkpoints in the background from a copy in host memory; a save waits for the previous one.
             Off: training waits for the write, and no copy is made.
         save_total_limit: number of checkpoints to keep; older ones are deleted. null keeps all.
@@ -113,7 +113,7 @@ class CheckpointConfig:
             none; or the folder of a checkpoint.
     """
 
-    save_steps: int | None = None
+    save_steps: int | None = 500
     async_save: bool = True
     save_total_limit: int | None = 3
     export_steps: int | None = None
@@ -168,7 +168,7 @@ class TrainConfig:
         lr: peak learning rate; default 1e-5 for the weights of a checkpoint, 2e-4 for adapters and 3e-4 for random
             weights.
         lr_scheduler: learning rate schedule after the warmup.
-        warmup_steps: steps in which the learning rate rises linearly from 0 to `lr`.
+        warmup_steps: steps in which the learning rate rises linearly from 0 to `lr`; below 1, a fraction of all steps.
         weight_decay: weight decay of matrices; norms, biases and embeddings have none.
         max_grad_norm: maximum gradient norm for clipping; null or 0 disables clipping.
         seed: random seed of the weights, the data order and dropout.
@@ -203,7 +203,7 @@ class TrainConfig:
     micro_batch_size: int | None = None
     lr: float | None = None
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: int = 0
+    warmup_steps: int | float = 0.03
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
     seed: int = 0

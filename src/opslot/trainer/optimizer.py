@@ -125,9 +125,10 @@ def learning_rate(train: TrainConfig, step: int, max_steps: float) -> float:
     It rises linearly to `lr` at `warmup_steps`, then follows the scheduler down to `lr * min_lr_ratio`, which it would
     reach one step after the last.
     """
-    if step <= train.warmup_steps:
-        return train.peak_lr * step / train.warmup_steps
-    done = (step - train.warmup_steps) / (max_steps + 1 - train.warmup_steps)
+    warmup = train.warmup_steps if train.warmup_steps >= 1 else train.warmup_steps * max_steps
+    if step <= warmup:
+        return train.peak_lr * step / warmup
+    done = (step - warmup) / (max_steps + 1 - warmup)
     lowest = train.optimizer.min_lr_ratio
     factor = {
         "constant": 1.0,
