@@ -50,6 +50,16 @@ def test_documented_path_to_a_checkpoint(chats, tmp_path, monkeypatch, capsys):
     AutoModelForCausalLM.from_pretrained("chat-model")
 
 
+def test_few_packed_steps_are_a_warning(chats, settings, train):
+    settings |= chats
+    del settings["train"]["max_steps"]
+    _, out, _ = train()
+    assert "; 2 steps of 256 tokens" in out
+    assert "warning: the run has few steps, since each packs about 12 documents" in out
+    _, out, _ = train("--data.packing", "false", "--train.output_dir", f"{settings['train']['output_dir']}-padded")
+    assert "few steps" not in out
+
+
 @pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("axis", list(SIZES))
 def test_sft_on_two_processes_equals_one(ranks, chats, tmp_path, axis):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from opslot.trainer.text import TextTrainer
 
 _LABELS_SHOWN = 20
+# With fewer optimizer steps, the default learning rates hardly change a model.
+_FEW_STEPS = 20
 
 
 def cli_train(argv: Sequence[str]) -> int:
@@ -108,14 +110,27 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
     if trainer.max_steps is None:
         steps = f"{config.train.num_epochs:g} epochs in steps"
     else:
-        steps = f"{max(0, trainer.max_steps - trainer.step):,} steps"
+        left = max(0, trainer.max_steps - trainer.step)
+        steps = f"{left:,} step{'' if left == 1 else 's'}"
     trainer.print(
         f"{trainer.title} on {trainer.device}{processes}; {trainer.data.describe()}; {steps} of "
         f"{size}{config.train.global_batch_size * config.data.sample_length:,} tokens"
     )
-    for line in (*trainer.meter.uncounted_lines(), *_unused_gpus(trainer)):
+    for line in (*trainer.meter.uncounted_lines(), *_few_steps(trainer), *_unused_gpus(trainer)):
         trainer.print(line)
     return trainer
+
+
+def _few_steps(trainer: TextTrainer) -> Iterator[str]:
+    """A warning where packing leaves few steps: each has more samples than `global_batch_size` in other trainers."""
+    train, steps = trainer.config.train, trainer.max_steps
+    packs = trainer.config.data.packing and trainer.config.task != "classification"
+    if packs and train.max_steps is None and steps is not None and steps < _FEW_STEPS:
+        documents = sum(corpus.num_documents() for corpus in trainer.data.corpora) * train.num_epochs / steps
+        yield (
+            f"warning: the run has few steps, since each packs about {documents:,.0f} documents; lower "
+            "train.global_batch_size or raise train.num_epochs for more"
+        )
 
 
 def _unused_gpus(trainer: TextTrainer) -> Iterator[str]:
