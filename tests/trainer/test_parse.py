@@ -105,7 +105,7 @@ def test_all_problems_in_one_error(tmp_path):
         "model.config_pth is not a field; did you mean model.config_path?",
         "model.torch_dtype: expected one of float32, bfloat16, found 'int8'",
         "data.max_seq_len: expected int | null, found 'many'",
-        "trian is not a field",
+        "trian.lr is not a field; did you mean train.lr?",
         "train.learning_rate is not a field; use train.lr",
         "train.lr_scheduler: expected one of constant, linear, cosine, found 'cosin'",
         "train.optimizer.betas is not a field; use train.optimizer.beta1 and train.optimizer.beta2",
@@ -233,6 +233,15 @@ def test_merged_key_can_be_overridden(tmp_path):
         ("train.resume_from", "did you mean train.checkpoint.resume_from?"),
         ("train.fsdp.replicas", "use train.fsdp.dp_replicate"),
         ("train.fsdp.compute_dtype", "use train.fsdp.param_dtype"),
+        ("cutoff_len", "use data.max_seq_len"),
+        ("finetuning_type", "use lora.r for adapters"),
+        ("base_model", "use model.model_path"),
+        ("sample_packing", "use data.packing"),
+        ("val_set_size", "use data.eval_fraction"),
+        ("warmup_ratio", "use train.warmup_steps; a value below 1 is a fraction"),
+        # Resemble fields of other meanings.
+        ("streaming", "`opslot train --help-all` lists the fields"),
+        ("loraplus_lr_ratio", "`opslot train --help-all` lists the fields"),
         ("train.remove_unused_columns", "opslot does not need it, remove it"),
     ],
 )
@@ -240,6 +249,22 @@ def test_field_names_of_other_trainers(tmp_path, name, hint):
     with pytest.raises(ConfigError) as caught:
         load_config([str(write(tmp_path, "")), f"--{name}", "1"])
     assert f"{name} is not a field; {hint}" in str(caught.value)
+
+
+def test_fields_in_sections_of_other_trainers(tmp_path):
+    text = (
+        "model: {_target_: x.from_pretrained}\noptimizer: {_component_: torch.optim.AdamW, lr: 1e-5}\n"
+        "step_scheduler: {global_batch_size: 8}\ntrain: {optimizer: {name: adamw_torch_fused}}"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text))
+    for problem in (
+        "model._target_ is not a field; opslot does not need it, remove it",
+        "optimizer.lr is not a field; did you mean train.lr?",
+        "step_scheduler.global_batch_size is not a field; did you mean train.global_batch_size?",
+        "found 'adamw_torch_fused'; did you mean adamw_torch?",
+    ):
+        assert problem in str(caught.value)
 
 
 def test_hints_name_existing_fields():

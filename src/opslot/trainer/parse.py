@@ -235,11 +235,11 @@ def _leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _flatten(values: dict[str, Any], schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; descends only into mappings that are sections of the schema."""
+    """Dotted keys and values; descends into all mappings but those that are fields of the schema."""
     sections = {name.rsplit(".", depth)[0] for name in schema for depth in range(1, name.count(".") + 1)}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name in sections:
+        if isinstance(value, dict) and (name in sections or (value and name not in schema)):
             yield from _flatten(value, schema, f"{name}.")
         elif value is None and name in sections:
             continue
@@ -347,9 +347,10 @@ def _unknown(name: str, schema: dict[str, Any]) -> str:
     if elsewhere is not None:
         return f"{name} is not a field; {f'use {elsewhere}' if elsewhere else 'opslot does not need it, remove it'}"
     near = same if len(same) == 1 else _in_its_section(name, schema)
-    near = near or difflib.get_close_matches(name, schema, 1, cutoff=0.75)
+    near = near or difflib.get_close_matches(name, schema, 1, cutoff=0.75) or same
     if not near:
-        near = same or difflib.get_close_matches(name, schema, 1, cutoff=0.5)
+        by_last = {leaf.rsplit(".", 1)[-1]: leaf for leaf in schema}
+        near = [by_last[found] for found in difflib.get_close_matches(last, by_last, 1, cutoff=0.8)]
     hint = f"; did you mean {near[0]}?" if near else "; `opslot train --help-all` lists the fields"
     return f"{name} is not a field{hint}"
 
@@ -383,4 +384,6 @@ def _wrong_type(name: str, value: Any, schema: dict[str, Any]) -> str:
     options = _choices(kind)
     expected = "one of " + ", ".join(map(str, options)) if options else _type_name(kind)
     hint = _VALUE_HINTS.get((name, value)) if isinstance(value, str) else None
+    if isinstance(value, str) and not hint and (near := difflib.get_close_matches(value, options, 1, cutoff=0.5)):
+        hint = f"did you mean {near[0]}?"
     return f"{name}: expected {expected}, found {value!r}" + (f"; {hint}" if hint else "")
