@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from opslot._base.files import replacing, write_json, write_text
+from opslot._base.files import missing_path_hint, replacing, write_json, write_text
 
 
 def test_file_is_replaced_atomically(tmp_path):
@@ -34,3 +34,10 @@ def test_files_follow_the_umask(tmp_path):
     write_text(tmp_path / "ours", "text")
     (tmp_path / "plain").write_text("text")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_missing_path_names_the_nearest_entry(tmp_path):
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    assert missing_path_hint(str(tmp_path / "qwen3-0.6b")) == f"did you mean {tmp_path / 'Qwen3-0.6B'}?"
+    assert missing_path_hint(str(tmp_path / "llama")).startswith("relative paths start at")
+    assert missing_path_hint(str(tmp_path / "no" / "folder")).startswith("relative paths start at")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import json
 import os
@@ -51,6 +52,18 @@ def path_problem(text: str) -> str | None:
         if error.errno == errno.ENAMETOOLONG:
             return f"{text[:40]}... is not a path ({error.strerror})"
     return None
+
+
+def missing_path_hint(path: str) -> str:
+    """For a missing path: the entry of its folder with the nearest name, else where relative paths start."""
+    wanted = Path(path).expanduser()
+    try:
+        names = os.listdir(wanted.parent)
+    except OSError:
+        names = []
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(wanted.name.lower(), by_lower, 1, cutoff=0.75)
+    return f"did you mean {wanted.parent / by_lower[near[0]]}?" if near else f"relative paths start at {Path.cwd()}"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -98,6 +98,8 @@ def _no_weights(folder: Path) -> CheckpointError:
         hint = "convert them once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
     else:
         found, hint = ", ".join(names[:8]) or "nothing", "give the folder of a Hugging Face checkpoint"
+        if any(name.endswith(".gguf") for name in names):
+            hint += "; GGUF files hold weights for inference"
     return CheckpointError(f"checkpoint {str(folder)!r} holds neither {WEIGHTS} nor {INDEX}", found=found, hint=hint)
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from opslot._base.files import missing_path_hint
 from opslot._base.logging import get_logger
 
 logger = get_logger(__name__)
@@ -69,7 +70,7 @@ def _missing_hint(name: str) -> str:
             f"for a dataset on the Hugging Face hub, run `hf download {name} --repo-type dataset --local-dir data` "
             "and select its files, such as data/**/*.parquet"
         )
-    return f"relative paths start at {Path.cwd()}"
+    return missing_path_hint(name)
 
 
 def _without_links(files: Iterable[Path]) -> list[Path]:

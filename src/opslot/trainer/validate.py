@@ -11,7 +11,7 @@ from typing import Any
 
 from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
-from opslot._base.files import path_problem
+from opslot._base.files import missing_path_hint, path_problem
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.data.config import DataConfig
 from opslot.data.sources import find_files
@@ -232,7 +232,8 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
     for name, least in _AT_LEAST.items():
         value = attrgetter(name)(config)
         if value is not None and not value >= least:
-            problems.append(f"{name}={value} must be at least {least}")
+            default = attrgetter(name)(RunConfig())
+            problems.append(f"{name}={value} must be at least {least}{', or null' if default is None else ''}")
     for name, most in _AT_MOST.items():
         value = attrgetter(name)(config)
         if value is not None and value > most:
@@ -244,6 +245,8 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
     finite = {**above_zero, "train.weight_decay": train.weight_decay}
     problems += [f"{name} must be finite" for name, value in finite.items() if value == math.inf]
     problems += _profile_problems(train)
+    if train.warmup_steps > 1 and train.warmup_steps % 1:
+        problems.append(f"train.warmup_steps={train.warmup_steps} must be a number of steps, or a fraction below 1")
     if train.seed >= _SEEDS:
         problems.append(f"train.seed={train.seed} must be below {_SEEDS}")
     for name in _SHARES:
@@ -416,7 +419,7 @@ def _check_model(model: ModelConfig, problems: list[str]) -> tuple[Path, Path]:
     if not config_path:
         problems.append("neither model.config_path nor model.model_path is set; set one to a folder with config.json")
     tokenizer_path = model.tokenizer_path or _first_with_tokenizer(model.model_path, model.config_path)
-    if config_path and not tokenizer_path:
+    if config_path and not tokenizer_path and Path(config_path).expanduser().exists():
         problems.append(
             f"model.tokenizer_path is not set, and there is no tokenizer.json beside {config_path}; "
             "set it to the tokenizer's folder"
@@ -438,7 +441,7 @@ def _download_hint(field: str, path: str) -> str:
             f"if it is a model on the Hugging Face hub, run `hf download {path} --local-dir {folder}` and set "
             f"model.{field}: {folder}"
         )
-    return f"relative paths start at {Path.cwd()}"
+    return missing_path_hint(path)
 
 
 def _first_with_tokenizer(*paths: str | None) -> str | None:
