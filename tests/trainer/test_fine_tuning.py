@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from opslot._base.device import DeviceFacts
 from opslot.cli import main
@@ -48,6 +48,24 @@ def test_documented_path_to_a_checkpoint(chats, tmp_path, monkeypatch, capsys):
     assert "merge it with: opslot merge run/hf DESTINATION" in capsys.readouterr().out
     assert [arguments[1] for arguments in lines if arguments[0] == "opslot"] == ["train", "merge", "generate"]
     AutoModelForCausalLM.from_pretrained("chat-model")
+
+
+def test_exported_model_stops_where_the_template_ends_an_answer(chats, settings, train, tmp_path):
+    """The generation config is the checkpoint's, with the token that ends a turn of the chat template."""
+    folder = Path(chats["model"]["config_path"])
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    generation = {"eos_token_id": [3, 4], "do_sample": True, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    settings |= chats | {"model": {"model_path": str(folder)}}
+    assert train()[0] == 0
+    exported = json.loads((Path(settings["train"]["output_dir"]) / "hf" / "generation_config.json").read_text())
+    assert exported["eos_token_id"] == [3, 4, tokenizer.eos_token_id]
+    assert exported["temperature"] == 0.6
+    (folder / "generation_config.json").write_text(json.dumps(generation | {"do_sample": False}))
+    code, out, _ = train("--train.output_dir", f"{settings['train']['output_dir']}-2")
+    assert code == 0
+    assert "generation_config.json is not exported, since it is invalid" in out
 
 
 def test_few_packed_steps_are_a_warning(chats, settings, train):

@@ -213,6 +213,18 @@ class ChatEncoder(SampleEncoder):
     def _is_ended(self, text: str) -> bool:
         return text.rstrip().endswith(self._special)
 
+    def end_of_answer(self) -> int | None:
+        """The special token with which the template ends an answer; None without a template or such a token."""
+        if self.plain or not getattr(self.tokenizer, "is_fast", False):
+            return None
+        talk = [{"role": role, "content": "some text"} for role in ("user", "assistant")]
+        try:
+            text = self._render(talk, None)[0].rstrip()
+        except SampleError:
+            return None
+        token = max((token for token in self._special if text.endswith(token)), key=len, default=None)
+        return None if token is None else self.tokenizer.convert_tokens_to_ids(token)
+
     def _stops(self, sample: Rendered, tools: Any) -> list[tuple[int, int]]:
         """Of each trained answer before the last turn that ends with no special token, its last character and end."""
         trained = {len(sample.text[:end].rstrip()) for _, end in sample.spans or ()}

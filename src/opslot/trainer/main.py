@@ -110,8 +110,7 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
     if trainer.max_steps is None:
         steps = f"{config.train.num_epochs:g} epochs in steps"
     else:
-        left = max(0, trainer.max_steps - trainer.step)
-        steps = f"{left:,} step{'' if left == 1 else 's'}"
+        steps = _steps(max(0, trainer.max_steps - trainer.step))
     trainer.print(
         f"{trainer.title} on {trainer.device}{processes}; {trainer.data.describe()}; {steps} of "
         f"{size}{config.train.global_batch_size * config.data.sample_length:,} tokens"
@@ -119,6 +118,10 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
     for line in (*trainer.meter.uncounted_lines(), *_few_steps(trainer), *_unused_gpus(trainer)):
         trainer.print(line)
     return trainer
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
 
 
 def _few_steps(trainer: TextTrainer) -> Iterator[str]:
@@ -154,7 +157,7 @@ def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
     if (now := trainer.data.describe_changes()) != changes:
         trainer.print(f"data read so far{now}")
     if result.completed:
-        trainer.print(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
+        trainer.print(f"done: {_steps(result.step)}; model, checkpoints and metrics are in {trainer.output_dir}")
         # The other ranks get here while rank 0 still writes it.
         if trainer.state.rank == 0 and (command := _load_command(trainer.output_dir / HF_FOLDER, trainer.model.config)):
             trainer.print(f"load it with: {command}")

@@ -16,6 +16,7 @@ import torch
 from opslot._base.errors import ConfigError
 from opslot.checkpoint import export_hf, save_adapter
 from opslot.checkpoint.save import save_processors
+from opslot.data.chat import ChatEncoder
 from opslot.data.collation import count_targets
 from opslot.data.loader import SampleLoader, TokenLoader
 from opslot.distributed import sum_over_ranks
@@ -104,6 +105,8 @@ class TextTrainer(BaseTrainer):
         for module in built.modules():
             if getattr(getattr(module, "config", None), "return_dict", None) is False:
                 module.config.return_dict = True
+        if built.can_generate():
+            self._set_generation(built)
         data = self.config.data
         if self.config.task in ("pretrain", "sft") and (reason := why_not_causal(built)):
             raise ConfigError(
@@ -119,6 +122,30 @@ class TextTrainer(BaseTrainer):
                 hint=f"set data.packing: false{also}",
             )
         return built
+
+    def _set_generation(self, model: PreTrainedModel) -> None:
+        """The checkpoint's generation config, which ends generation also where the chat template ends an answer: that
+        token is often not the end-of-sequence token of a base model, and it would never stop."""
+        from transformers import GenerationConfig
+
+        folder = Path(self.config.model.model_path or "").expanduser()
+        if self.config.model.model_path is not None and (folder / "generation_config.json").is_file():
+            try:
+                generation = GenerationConfig.from_pretrained(folder)
+                generation.validate(strict=True)  # or it cannot be exported
+                model.generation_config = generation
+            except (OSError, ValueError, TypeError) as error:
+                self.print(
+                    f"warning: {folder / 'generation_config.json'} is not exported, since it is invalid: {error}"
+                )
+        encoder, config = self.data.encoder, model.generation_config
+        end = encoder.end_of_answer() if isinstance(encoder, ChatEncoder) else None
+        if end is None or config is None:
+            return
+        known = config.eos_token_id
+        ends = [] if known is None else [*known] if isinstance(known, list) else [known]
+        if end not in ends:
+            config.eos_token_id = [*ends, end]
 
     def set_costs(self) -> None:
         """Balance steps by the FLOPs of the model, which are known when it is built."""
