@@ -284,7 +284,7 @@ def test_training_without_a_yaml_file(settings, tmp_path, capsys):
     options = [f"--{section}.{name}={value}" for section, fields in settings.items() for name, value in fields.items()]
     options = [option for option in options if "logging" not in option]
     assert cli_train([*options, "--train.logging.tensorboard=false", "--train.max_steps=1"]) == 0
-    assert "done: 1 steps" in capsys.readouterr().out
+    assert "done: 1 step;" in capsys.readouterr().out
 
 
 def test_errors_of_parallelism_name_the_training_fields(train, monkeypatch):
