@@ -62,6 +62,10 @@ def test_exported_model_stops_where_the_template_ends_an_answer(chats, settings,
     exported = json.loads((Path(settings["train"]["output_dir"]) / "hf" / "generation_config.json").read_text())
     assert exported["eos_token_id"] == [3, 4, tokenizer.eos_token_id]
     assert exported["temperature"] == 0.6
+    adapters, merged = f"{settings['train']['output_dir']}-lora", tmp_path / "merged"
+    assert train("--train.output_dir", adapters, "--lora.r", "2")[0] == 0
+    assert main(["merge", f"{adapters}/hf", str(merged)]) == 0
+    assert json.loads((merged / "generation_config.json").read_text()) == exported
     (folder / "generation_config.json").write_text(json.dumps(generation | {"do_sample": False}))
     code, out, _ = train("--train.output_dir", f"{settings['train']['output_dir']}-2")
     assert code == 0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint.folder import staged_folder
+from opslot.checkpoint.folder import save_generation_config, staged_folder
 from opslot.checkpoint.initialize import MeshFreeDraws
 from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import clean_fqn
@@ -247,6 +247,8 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
         with staged_folder(folder, sum(spec.nbytes for spec in specs)) as stage:
             write_safetensors(stage / ADAPTER_WEIGHTS, specs, whole.values())
             config.save_pretrained(str(stage))
+            # Of the merged model; PEFT reads the base model's.
+            save_generation_config(model, stage)
 
     on_all_ranks(write) if any(isinstance(tensor, DTensor) for tensor in own.values()) else write()
     return folder

@@ -196,3 +196,10 @@ def _publish(stage: Path, folder: Path) -> None:
         os.replace(stage / name, folder / name)
     for name in stale.difference(new):
         (folder / name).unlink(missing_ok=True)
+
+
+def save_generation_config(model: Any, folder: Path) -> None:
+    """generation_config.json when the model generates."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and getattr(model, "can_generate", lambda: False)():
+        generation.save_pretrained(folder)

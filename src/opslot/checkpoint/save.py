@@ -19,7 +19,7 @@ from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import base_model, has_adapters, merged_weights, without_wrapper
 from opslot.checkpoint.excluded import ExcludedParts
 from opslot.checkpoint.experts import check_layout, expert_targets, split_target
-from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
+from opslot.checkpoint.folder import INDEX, WEIGHTS, save_generation_config, staged_folder
 from opslot.checkpoint.hub_format import HubFormat, HubGroup, hub_format
 from opslot.checkpoint.model_tensors import clean_fqn, tensors_of
 from opslot.checkpoint.quantized import whole_tensor
@@ -411,6 +411,4 @@ def _save_configs(model: nn.Module | None, config: Any, folder: Path) -> None:
 
         # The code of a class that ships with its checkpoints.
         custom_object_save(original_class(model), folder)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None and getattr(model, "can_generate", lambda: False)():
-        generation.save_pretrained(folder)
+    save_generation_config(model, folder)

@@ -14,6 +14,7 @@ _COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "generation_config.json",
     "*processor_config.json",
     "vocab*",
     "merges.txt",
