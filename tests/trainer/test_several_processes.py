@@ -225,7 +225,7 @@ def test_invalid_input_is_reported_once(torchrun, write, settings, tmp_path):
 
 @pytest.mark.slow
 def test_killed_rank_ends_the_run_and_checkpoints_stay(torchrun, write, tmp_path):
-    changes = {"eval_steps": None, "lr_scheduler": "constant", "lr": 1e-3}
+    changes = {"eval_steps": None, "lr_scheduler": "constant", "lr": 1e-3, "warmup_steps": 0}
     file = write("killed", max_steps=2000, **changes)
     process = torchrun(2, file)
     checkpoints = tmp_path / "killed" / "checkpoints"
