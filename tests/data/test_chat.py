@@ -37,6 +37,15 @@ REASONING = (
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# The same with marks: two of a turn with reasoning.
+MARKED_REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% if m.reasoning is defined and loop.last %}"
+    "{% generation %}<think>{{ m.reasoning }}</think>{% endgeneration %}{% endif %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
 )
@@ -205,6 +214,25 @@ def test_text_of_a_tool_has_the_form_that_the_template_takes(chat_tokenizer, tmp
 def test_all_tokens_are_trained(chat_tokenizer, tmp_path):
     (tokens,), _ = encode(encoder_of(chat_tokenizer, CHATML, train_on="all"), tmp_path, [{"messages": TALK}])
     assert (tokens["token"] == tokens["label"]).all()
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "options", "weight", "expected"),
+    [
+        (True, {"train_on": "last"}, 1, ["<think>two</think>", "second<|im_end|>"]),
+        (True, {}, 0, ["<think>two</think>", "second<|im_end|>"]),
+        (False, {"train_on": "last"}, 1, ["second<|im_end|>"]),
+        (False, {}, 1, ["first<|im_end|>", "second<|im_end|>"]),
+    ],
+)
+def test_marks_of_earlier_turns_that_lost_their_reasoning(chat_tokenizer, reasoning, options, weight, expected):
+    """A turn that is rendered as the last one has the reasoning that the conversation lacks."""
+    answers = [{"content": "first", "reasoning": "one", "weight": weight}, {"content": "second", "reasoning": "two"}]
+    if not reasoning:
+        del answers[1]["reasoning"]
+    talk = [turn for a in answers for turn in ({"role": "user", "content": "?"}, {"role": "assistant", **a})]
+    (sample,) = encoder_of(chat_tokenizer, MARKED_REASONING, **options)._rendered_turns(talk, None, 0)
+    assert [sample.text[begin:end] for begin, end in sample.spans] == expected
 
 
 def test_generation_marks_give_the_mask_of_transformers(chat_tokenizer, tmp_path):

@@ -21,6 +21,7 @@ context that the model sees at inference.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,15 +248,18 @@ class ChatEncoder(SampleEncoder):
         if self.train_on == "all":
             return [Rendered(full, None, messages)]
         turns = [i for i in answers if i >= first]
-        turns = [i for i in turns[-1:] if self.train_on == "last"] or turns
+        if self.train_on == "last":
+            turns = turns[-1:]
         turns = [i for i in turns if is_trained_turn(messages[i])]
         if not turns:
             return [Rendered(full, [], messages)]
         if marked is not None:
-            for turn in set(answers) - set(turns):
-                begin = _common(full, self._render(messages[:turn], tools, prompt=True)[0]) if turn else 0
-                end = _common(full, self._render(messages[: turn + 1], tools)[0])
-                marked = [span for span in marked if not begin <= span[0] < end]
+            if turns != answers:
+                of_spans = answers
+                if len(marked) != len(answers):
+                    starts = [self._prompt_end(messages[:turn], tools, full) for turn in answers]
+                    of_spans = [answers[max(bisect_right(starts, begin) - 1, 0)] for begin, _ in marked]
+                marked = [span for span, turn in zip(marked, of_spans, strict=True) if turn in turns]
             return [Rendered(full, marked, messages)]
         samples: list[Rendered] = []
         for turn in turns:
@@ -267,6 +271,10 @@ class ChatEncoder(SampleEncoder):
         if full.startswith(samples[-1].text):
             samples[-1] = Rendered(full, samples[-1].spans, messages)
         return samples
+
+    def _prompt_end(self, before: list[Message], tools: Any, text: str) -> int:
+        """Where the turns `before` an assistant's turn end in `text`."""
+        return _common(text, self._render(before, tools, prompt=True)[0]) if before else 0
 
     def _start_of_turn(self, before: list[Message], tools: Any, text: str) -> int:
         """Where the model begins to write in `text`, which renders `before` and an assistant's turn."""
