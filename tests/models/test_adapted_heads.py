@@ -128,26 +128,31 @@ def test_batch_invariant_adapters_are_added_to_the_logits_in_place():
     assert [into.data_ptr() for into in written] == [out.data_ptr()] * 2
 
 
-def test_other_adapters_of_the_head_compute_logits():
-    model = get_peft_model(base_model(), LoraConfig(r=2, target_modules=["lm_head"], use_dora=True))
-    ids = torch.randint(0, VOCAB, (2, 5))
-    expected = model(input_ids=ids, labels=ids).loss
-    opslot.apply(model, "auto")
-    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
-    with pytest.raises(ConfigError, match="adapter of the kind Dora"):
-        opslot.apply(model, FUSED)
+def head_with_dora():
+    return get_peft_model(base_model(), LoraConfig(r=2, target_modules=["lm_head"], use_dora=True))
 
 
-def test_trained_tokens_of_a_head_with_a_bias_compute_logits():
+def head_with_trained_tokens_and_a_bias():
     """PEFT leaves the bias out until the rows are merged."""
     model = base_model()
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
-    model = get_peft_model(model, LoraConfig(r=2, **ADAPTERS["tokens"]))
+    return get_peft_model(model, LoraConfig(r=2, **ADAPTERS["tokens"]))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (head_with_dora, "adapter of the kind Dora"),
+        (head_with_trained_tokens_and_a_bias, "trained tokens and a bias"),
+    ],
+)
+def test_other_heads_compute_logits(build, reason):
+    model = build()
     ids = torch.randint(0, VOCAB, (2, 5))
     expected = model(input_ids=ids, labels=ids).loss
     opslot.apply(model, "auto")
     torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
-    with pytest.raises(ConfigError, match="trained tokens and a bias"):
+    with pytest.raises(ConfigError, match=reason):
         opslot.apply(model, FUSED)
 
 

@@ -247,12 +247,15 @@ class TokenLoader(_Loader):
     _steps_done: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        assemble = _MicroBatches(self.dataset, self.collate_fn or collate)
-        for step, micro_batches in self._assembled(assemble, self._own_documents()):
+        for step, micro_batches in self._assembled(self._assemble, self._own_documents()):
             self.consumed += len(step.numbers)
             self.step_size = int(step.lengths.sum())
             self._window, self._steps_done = step.window, step.steps_done
             yield micro_batches
+
+    def _assemble(self, located: tuple[StepDocuments, list[list[int]]]) -> tuple[StepDocuments, list[dict[str, Any]]]:
+        step, own = located
+        return step, [_pack(self.dataset, numbers, self.collate_fn or collate) for numbers in own]
 
     def _own_documents(self) -> Iterator[tuple[StepDocuments, list[list[int]]]]:
         """Each step, and the sample numbers of this rank's micro batches in it."""
@@ -388,18 +391,6 @@ class _Assembled(Dataset):
             return self.assemble(numbers)
         except DataError as error:
             return error
-
-
-class _MicroBatches:
-    """Packed micro batches [1, tokens] from the numbers of their samples."""
-
-    def __init__(self, dataset: PackedDataset | MixedDataset, collate_fn: Collate) -> None:
-        self.dataset = dataset
-        self.collate_fn = collate_fn
-
-    def __call__(self, located: tuple[StepDocuments, list[list[int]]]) -> tuple[StepDocuments, list[dict[str, Any]]]:
-        step, own = located
-        return step, [_pack(self.dataset, numbers, self.collate_fn) for numbers in own]
 
 
 # A rank without a document runs a batch without targets, since FSDP needs every rank for its collectives.

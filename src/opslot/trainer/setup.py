@@ -111,7 +111,8 @@ def input_dtype(config: RunConfig) -> torch.dtype:
 
 
 def num_workers(config: RunConfig) -> int:
-    """`data.num_workers`; by default as many as keep a GPU busy, and this process's share of cores and /dev/shm allows.
+    """`data.num_workers`; by default 2 beside a GPU, 8 for media, or what the process's share of cores and /dev/shm
+    allows.
 
     Workers pass batches through /dev/shm, which is small in some containers (64 MiB with Docker's defaults).
     """
