@@ -66,7 +66,8 @@ _AT_LEAST = {
     "evaluation.early_stopping_patience": 1,
 }
 _AT_MOST = {"train.global_batch_size": _LARGEST_BATCH, "data.num_workers": _MOST_WORKERS}
-# An update of AdamW is about the learning rate, and bfloat16 keeps 1/512 of a weight, which is about 0.02 to 0.05.
+# An update of AdamW is about the learning rate. With normal weights of standard deviation 0.02 to 0.05, a step of 5e-5
+# leaves 43 to 75 % of them unchanged in bfloat16, one of 1e-5 84 to 94 %.
 _LEAST_BFLOAT16_LR = 5e-5
 _ABOVE_ZERO = ("train.lr", "train.num_epochs", "train.optimizer.eps", "train.logging.peak_tflops", "data.max_fps")
 # Fields whose values are in [0, 1).
