@@ -25,9 +25,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
         ),
     },
-    "mlp_activation": {
-        "is in an image or audio tower": ("*Vision*MLP",),
-    },
     "rms_norm": {
         "returns 1 / rms(x)": ("HYV4UnweightedRMSNorm", "HYV4VLUnweightedRMSNorm"),
         "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),

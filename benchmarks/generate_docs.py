@@ -171,7 +171,7 @@ _ARCH_OF_MODEL = {
 _PARTS = {
     "norm": ("rms_norm", "layer_norm"),
     "rotary": ("rotary_pos_emb",),
-    "MLP": ("swiglu_mlp", "mlp_activation"),
+    "MLP": ("swiglu_mlp",),
     "attention": ("attention",),
     "recurrence": ("chunk_gated_delta_rule", "mamba_chunk_scan", "causal_conv1d"),
     "experts": ("moe_experts",),

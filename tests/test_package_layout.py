@@ -169,9 +169,8 @@ def test_new_form_is_one_file(added):
             ["GPT2Attention", "attention/causal"],
             ["GPT2LMHeadModel", "cross_entropy_loss/causal"],
             ["GPT2MLP", "gelu_mlp/standard"],
-            ["GPT2MLP", "mlp_activation/relu2"],
         ],
-        {"gelu_mlp": ["gelu_mlp", "standard"], "mlp_activation": ["mlp_activation", "relu2"]},
+        {"gelu_mlp": ["gelu_mlp", "standard"]},
     ]
 
 

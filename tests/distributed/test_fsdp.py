@@ -376,19 +376,15 @@ def xielu(alone):
     return ran, {name: p.grad.full_tensor().tolist() for name, p in model.named_parameters()}
 
 
-def test_alphas_of_xielu_are_unsharded_in_its_mlp(ranks):
+@pytest.mark.parametrize("alone", [False, True])
+def test_alphas_of_xielu_are_unsharded_for_its_kernel(ranks, alone):
     model = tiny.build("apertus", "eager", dtype=torch.float32)
     loss_of(model, opslot.distributed.ParallelState()).backward()
-    for ran, grads in ranks.run(xielu, False):
+    for ran, grads in ranks.run(xielu, alone):
         assert ran == [["Parameter", "Parameter"]] * 2
         assert sum("alpha" in name for name in grads) == 4
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(torch.tensor(grads[name]), parameter.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_activation_in_a_group_of_its_own_raises_with_a_named_kernel(ranks, rank_failed):
-    with pytest.raises(rank_failed, match="the activation FSDPXIELUActivation has hooks"):
-        ranks.run(xielu, True)
 
 
 class Routed(nn.Module):

@@ -104,7 +104,7 @@ def build_foundation_model(
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
         device = run_device or (None if init_device == "meta" else init_device)
-        put = _bind_everywhere if not has_slots(model) and _has_layer_norms(model) else apply
+        put = _bind_everywhere if not has_slots(model) and _has_kernels_per_module(model) else apply
         put(model, ops, device=device, dtype=computed)
     if weights_path is not None:
         load_foundation_weights(model, weights_path)
@@ -265,14 +265,20 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
         )
     if backend == "opslot" and theirs.__module__.startswith("transformers."):
         empty = _instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)
-        if not has_slots(empty) and not _has_layer_norms(empty):
+        if not has_slots(empty) and not _has_kernels_per_module(empty):
             MODELING_REGISTRY.get(model_type)
     return theirs
 
 
-def _has_layer_norms(model: Any) -> bool:
-    applies_to = KERNEL_REGISTRY.op("layer_norm").applies_to
-    return applies_to is not None and any(applies_to(module, model.config) for module in model.modules())
+def _has_kernels_per_module(model: Any) -> bool:
+    """Whether `auto` selects kernels for modules without slots, such as layer norms."""
+    return any(
+        KERNEL_REGISTRY.selected_by_auto(op.name, variant)
+        for op in KERNEL_REGISTRY.ops.values()
+        if op.per_module and op.applies_to is not None
+        for module in model.modules()
+        if (variant := op.applies_to(module, model.config)) is not None
+    )
 
 
 def _bind_everywhere(

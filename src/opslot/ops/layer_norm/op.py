@@ -7,13 +7,13 @@ torch's function does.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from opslot.ops._common.cost import elementwise_cost
+from opslot.ops._common.module_forward import ModuleForward
 from opslot.ops.layer_norm.cases import CASES, benchmark_case
 from opslot.slots import KernelRequest, OpSpec, OpVariant
 
@@ -40,28 +40,11 @@ def _applies_to(module: nn.Module, config: Any) -> str | None:
     return "standard" if type(module).forward is nn.LayerNorm.forward else None
 
 
-def _other_forward(module: Any) -> str | None:
-    """Why a module runs more than the forward of its class, or None."""
-    forward = module.__dict__.get("forward")
-    if forward is None or getattr(forward, "func", None) is _forward:
-        return None
-    return "the forward of the module was replaced"
-
-
 def _forward(module: Any, kernel: Callable[..., Tensor], input: Tensor) -> Tensor:
     return kernel(input, module.weight, module.bias, module.eps)
 
 
-def _attach(module: nn.Module, slot: Any, kernel: Callable[..., Tensor] | None) -> None:
-    """Replace the forward of the instance."""
-    if kernel is not None:
-        module.__dict__["forward"] = functools.partial(_forward, module, kernel)
-
-
-def _detach(module: nn.Module, state: None) -> None:
-    if _other_forward(module) is None:
-        module.__dict__.pop("forward", None)
-
+_MODULES = ModuleForward(_forward)
 
 OP = OpSpec(
     name="layer_norm",
@@ -73,7 +56,7 @@ OP = OpSpec(
             CASES,
             ("hidden_states", "weight", "bias"),
             elementwise_cost("hidden_states"),
-            check_module=_other_forward,
+            check_module=_MODULES.replaced_by_others,
             static_shape=_static_shape,
             benchmark_case=benchmark_case,
             description="of the last dimension, with or without weight and bias",
@@ -81,6 +64,6 @@ OP = OpSpec(
     },
     applies_to=_applies_to,
     per_module=True,
-    attach=_attach,
-    detach=_detach,
+    attach=_MODULES.attach,
+    detach=_MODULES.detach,
 )

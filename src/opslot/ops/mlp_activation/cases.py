@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,16 +11,14 @@ from opslot.slots import InputCase
 from opslot.slots.random_inputs import randn, randn_view
 
 
-def _relu2_case(
-    name: str, shape: tuple[int, ...], *, role: str = "check", view: str = "", scale: float = 1.0
-) -> InputCase:
+def of_x(name: str, shape: tuple[int, ...], *, role: str = "check", view: str = "", scale: float = 1.0) -> InputCase:
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         return {"x": randn_view(shape, view, dtype, device, generator, scale)}
 
     return InputCase(name, make, role, {"width": shape[-1]})
 
 
-def _xielu_case(
+def of_xielu(
     name: str,
     shape: tuple[int, ...],
     *,
@@ -42,7 +40,11 @@ def _xielu_case(
     return InputCase(name, make, role, {"width": shape[-1]})
 
 
-def _cases(case: Callable[..., InputCase]) -> list[InputCase]:
+CaseOf = Callable[..., InputCase]
+
+
+def cases(case: CaseOf) -> list[InputCase]:
+    """The cases of every variant."""
     return [
         case("model width", (2, 33, 256)),
         case("odd width", (3, 7, 123)),
@@ -58,23 +60,10 @@ def _cases(case: Callable[..., InputCase]) -> list[InputCase]:
     ]
 
 
-def _make_benchmark_case(case: Callable[..., InputCase]) -> Callable[[Mapping[str, int], int], InputCase]:
-    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
-        width = shape["width"]
-        return case(f"{tokens}x{width}", (tokens, width), role="bench")
-
-    return benchmark_case
-
-
-RELU2_CASES = _cases(_relu2_case)
 XIELU_CASES = [
-    *_cases(_xielu_case),
-    _xielu_case("values near eps", (3, 80), scale=2e-6),
-    _xielu_case("values where expm1 cancels", (3, 80), scale=0.1),
-    _xielu_case("alphas far below zero", (3, 80), alpha=-12.0),
-    _xielu_case("alphas where softplus is linear", (3, 80), alpha=25.0),
-    _xielu_case("alphas in float32", (5, 90), alpha_dtype=torch.float32),
+    of_xielu("values near eps", (3, 80), scale=2e-6),
+    of_xielu("values where expm1 cancels", (3, 80), scale=0.1),
+    of_xielu("alphas far below zero", (3, 80), alpha=-12.0),
+    of_xielu("alphas where softplus is linear", (3, 80), alpha=25.0),
+    of_xielu("alphas in float32", (5, 90), alpha_dtype=torch.float32),
 ]
-
-relu2_benchmark_case = _make_benchmark_case(_relu2_case)
-xielu_benchmark_case = _make_benchmark_case(_xielu_case)

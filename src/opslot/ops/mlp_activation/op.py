@@ -1,37 +1,41 @@
-"""The activation between the two projections of an MLP without a gate: contract, references and costs.
+"""Activations of Transformers that torch computes in several launches: contract, references, costs and binding.
 
-The slot is on the call of the activation, so projections keep their forward, and LoRA, FP8 and tensor parallelism work
-as in Transformers.
+They are modules of `transformers.activations`, mostly of MLPs without a gate, whose classes have no slots. Projections
+keep their forward, so LoRA, FP8 and tensor parallelism work as in Transformers. Gated MLPs and experts do not call
+them, where they have kernels of their own.
 
 Shapes: `x` [..., I] with any strides. Returns [..., I].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opslot._base.errors import KernelError
-from opslot.ops._common.activations import activation_in, activation_name
 from opslot.ops._common.cost import elementwise_cost
-from opslot.ops._common.hooks import has_own_hooks
-from opslot.ops._common.model_config import activation_width
-from opslot.ops.mlp_activation.cases import (
-    RELU2_CASES,
-    XIELU_CASES,
-    relu2_benchmark_case,
-    xielu_benchmark_case,
-)
-from opslot.slots import BoundKernel, KernelRequest, OpSpec, OpVariant
+from opslot.ops._common.module_forward import ModuleForward
+from opslot.ops.mlp_activation.cases import XIELU_CASES, CaseOf, cases, of_x, of_xielu
+from opslot.slots import InputCase, OpSpec, OpVariant
 
 
 def relu2(x: Tensor) -> Tensor:
     """Squared ReLU (So et al. 2021), in the dtype of `x`."""
     return torch.square(F.relu(x))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by tanh (Hendrycks and Gimpel 2016), in the steps of `NewGELUActivation`."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
@@ -50,76 +54,72 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
     )
 
 
-def _has_relu2(module: Any) -> str | None:
-    activation = activation_in(module)
-    if activation_name(activation) == "relu2":
-        return None
-    return f"its activation is {_called(activation)}, the kernels compute squared ReLU"
+# Variant -> classes of `transformers.activations`, by name because ops do not import Transformers.
+_CLASSES = {
+    "relu2": ("ReLUSquaredActivation",),
+    "gelu_tanh": ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"),
+    "quick_gelu": ("QuickGELUActivation",),
+    "xielu": ("XIELUActivation",),
+}
+_VARIANTS = {name: variant for variant, names in _CLASSES.items() for name in names}
 
 
-def _has_xielu(module: Any) -> str | None:
-    activation = activation_in(module)
-    # By name, because ops do not import Transformers.
-    if type(activation).__name__ == "XIELUActivation":
-        return None
-    return f"its activation is {_called(activation)}, the kernels compute xIELU"
+def _applies_to(module: nn.Module, config: Any) -> str | None:
+    # FSDP derives a class of its own.
+    cls = next((base for base in type(module).__mro__ if base.__module__ == "transformers.activations"), None)
+    return None if cls is None or type(module).forward is not cls.forward else _VARIANTS.get(cls.__name__)
 
 
-def can_serve(kernel: BoundKernel, activation: Any) -> bool:
-    """Whether a kernel may run in place of a call of `activation`: one whose call only runs the forward of its class.
-
-    Parameters of an activation with hooks, as of an FSDP group of its own, may not be there yet.
-
-    Raises:
-        KernelError: it may not, and the kernel was named explicitly.
-    """
-    replaced = "forward" in activation.__dict__
-    if not replaced and not has_own_hooks(activation):
-        return True
-    if kernel.explicit:
-        raise KernelError(
-            f"mlp_activation_implementation={kernel.name!r} cannot be used here: the activation "
-            f"{type(activation).__name__} has {'a replaced forward' if replaced else 'hooks'}",
-            hint="set mlp_activation_implementation to eager or auto, or keep the activation without "
-            "(an FSDP group of its own has hooks)",
-        )
-    return False
+def _forward(module: Any, kernel: Callable[..., Tensor], input: Tensor) -> Tensor:
+    if hasattr(module, "alpha_p"):
+        return kernel(input, module.alpha_p, module.alpha_n, module.beta, module.eps)
+    return kernel(input)
 
 
-def _called(activation: Any) -> str:
-    return "unknown" if activation is None else getattr(activation, "__name__", type(activation).__name__)
+_MODULES = ModuleForward(_forward)
 
 
-def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    return activation_width(request, "down_proj", "fc2", "linear_fc2", "c_proj")
+def _variant(
+    name: str,
+    reference: Callable[..., Tensor],
+    case: CaseOf,
+    description: str,
+    *,
+    differentiable: tuple[str, ...] = ("x",),
+    further_cases: Sequence[InputCase] = (),
+) -> OpVariant:
+    return OpVariant(
+        name,
+        reference,
+        [*cases(case), *further_cases],
+        differentiable,
+        elementwise_cost("x"),
+        check_module=_MODULES.replaced_by_others,
+        description=description,
+    )
 
 
+_OF_X = (
+    ("relu2", relu2, "squared ReLU"),
+    ("gelu_tanh", gelu_tanh, "GELU by tanh"),
+    ("quick_gelu", quick_gelu, "x sigmoid(1.702 x)"),
+)
 OP = OpSpec(
     name="mlp_activation",
-    description="the activation of an MLP without a gate: xIELU, squared ReLU",
-    can_serve=can_serve,
+    description="activations that torch computes in several launches: GELU by tanh or sigmoid, squared ReLU, xIELU",
     variants={
-        "relu2": OpVariant(
-            "relu2",
-            relu2,
-            RELU2_CASES,
-            ("x",),
-            elementwise_cost("x"),
-            check_module=_has_relu2,
-            static_shape=_static_shape,
-            benchmark_case=relu2_benchmark_case,
-            description="squared ReLU",
-        ),
-        "xielu": OpVariant(
+        **{name: _variant(name, reference, of_x, text) for name, reference, text in _OF_X},
+        "xielu": _variant(
             "xielu",
             xielu,
-            XIELU_CASES,
-            ("x", "alpha_p", "alpha_n"),
-            elementwise_cost("x"),
-            check_module=_has_xielu,
-            static_shape=_static_shape,
-            benchmark_case=xielu_benchmark_case,
-            description="xIELU, with trained alphas",
+            of_xielu,
+            "xIELU, with trained alphas",
+            differentiable=("x", "alpha_p", "alpha_n"),
+            further_cases=XIELU_CASES,
         ),
     },
+    applies_to=_applies_to,
+    per_module=True,
+    attach=_MODULES.attach,
+    detach=_MODULES.detach,
 )

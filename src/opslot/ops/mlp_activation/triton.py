@@ -1,4 +1,4 @@
-"""Activations of MLPs without a gate in Triton: one elementwise launch forward, one backward, computed in fp32.
+"""Activations in Triton: one elementwise launch forward, one backward, computed in fp32.
 
 Only the input is kept for backward. Contiguous inputs are one long row.
 
@@ -19,6 +19,7 @@ from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.aligned_rows import empty_rows_like, mark_padded, zero_padding
 from opslot.ops._common.arguments import autocast_dtype, elementwise_layout, reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.triton_activations import activation, activation_and_slope
 
 _BLOCK = 1024
 _WARPS = 4
@@ -30,27 +31,35 @@ _FINAL_WARPS = 16
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _relu2_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, blocks, BLOCK: tl.constexpr):
+def _forward_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, blocks, NAME: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    # Unlike tl.maximum, the comparison keeps NaN.
-    positive = tl.where(x < 0.0, 0.0, x)
-    out = positive * positive
+    out = activation(x, NAME)
     tl.store(out_ptr + row * out_stride + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _relu2_backward_kernel(
-    dout_ptr, x_ptr, dx_ptr, columns, dout_stride, x_stride, dx_stride, blocks, BLOCK: tl.constexpr
+def _backward_kernel(
+    dout_ptr,
+    x_ptr,
+    dx_ptr,
+    columns,
+    dout_stride,
+    x_stride,
+    dx_stride,
+    blocks,
+    NAME: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     dout = tl.load(dout_ptr + row * dout_stride + column, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    dx = tl.where(x <= 0.0, 0.0, dout * (2.0 * x))
+    _, slope = activation_and_slope(x, NAME)
+    dx = dout * slope
     tl.store(dx_ptr + row * dx_stride + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -189,24 +198,24 @@ def _xielu_alphas_kernel(
             tl.store(dalpha_n_ptr, dalpha_n.to(dalpha_n_ptr.dtype.element_ty))
 
 
-_relu2_launcher = KernelLauncher(_relu2_kernel)
-_relu2_backward_launcher = KernelLauncher(_relu2_backward_kernel)
+_launcher = KernelLauncher(_forward_kernel)
+_backward_launcher = KernelLauncher(_backward_kernel)
 _xielu_launcher = KernelLauncher(_xielu_kernel)
 _xielu_backward_launcher = KernelLauncher(_xielu_backward_kernel)
 _xielu_alphas_launcher = KernelLauncher(_xielu_alphas_kernel)
 
 
-def _launch_relu2(out: Tensor, x: Tensor) -> None:
+def _launch(out: Tensor, x: Tensor, name: str) -> None:
     if out.numel():
         tensors, strides, grid, blocks = elementwise_layout(_BLOCK, x, out)
-        _relu2_launcher(grid, tensors, strides, (blocks,), (_BLOCK,), _WARPS)
+        _launcher(grid, tensors, strides, (blocks,), (name, _BLOCK), _WARPS)
         zero_padding(out)
 
 
-def _launch_relu2_backward(dx: Tensor, dout: Tensor, x: Tensor) -> None:
+def _launch_backward(dx: Tensor, dout: Tensor, x: Tensor, name: str) -> None:
     if dx.numel():
         tensors, strides, grid, blocks = elementwise_layout(_BLOCK, dout, x, dx)
-        _relu2_backward_launcher(grid, tensors, strides, (blocks,), (_BLOCK,), _WARPS)
+        _backward_launcher(grid, tensors, strides, (blocks,), (name, _BLOCK), _WARPS)
         zero_padding(dx)
 
 
@@ -267,12 +276,12 @@ def _allocate_xielu_gradients(
     return (empty_rows_like(x) if need_x else None, *dalphas)
 
 
-_relu2 = differentiable_op(
-    "mlp_relu2(Tensor x) -> Tensor",
-    allocate=empty_rows_like,
-    launch=_launch_relu2,
-    allocate_gradients=lambda dout, x: empty_rows_like(x),
-    launch_backward=_launch_relu2_backward,
+_activation = differentiable_op(
+    "mlp_activation(Tensor x, str name) -> Tensor",
+    allocate=lambda x, name: empty_rows_like(x),
+    launch=_launch,
+    allocate_gradients=lambda dout, x, name: empty_rows_like(x),
+    launch_backward=_launch_backward,
     recomputable=True,
 )
 _xielu = differentiable_op(
@@ -288,10 +297,19 @@ _xielu = differentiable_op(
 _LABEL = "mlp_activation_implementation='triton'"
 
 
+def _of_x(x: Tensor, name: str) -> Tensor:
+    require_floats(_LABEL, x=x)
+    return mark_padded(_activation(x, name))
+
+
 def relu2(x: Tensor) -> Tensor:
     """`op.relu2` for float32, bfloat16 and float16, computed in fp32."""
-    require_floats(_LABEL, x=x)
-    return mark_padded(_relu2(x))
+    return _of_x(x, "relu2")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """`op.quick_gelu` for float32, bfloat16 and float16, computed in fp32."""
+    return _of_x(x, "quick_gelu")
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
