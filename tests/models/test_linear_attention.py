@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -228,3 +229,24 @@ def test_seq_idx_separates_documents_without_cu_seq_lens():
     index = torch.repeat_interleave(torch.arange(len(lengths)), lengths).view_as(batch["input_ids"]).to(torch.int32)
     del batch["cu_seq_lens_k"], batch["max_length_q"], batch["max_length_k"]
     assert_close(gradients(model, **batch, seq_idx=index), expected)
+
+
+@pytest.mark.parametrize("arch", ["olmo_hybrid", "kimi_linear"])
+def test_convolution_without_a_cache_is_followed_by_no_slice(arch):
+    """Its backward would write the gradient into another tensor, with other strides."""
+    model = random_model(tiny_config(arch), torch.float32)
+    opslot.apply(model, "auto")
+    sizes = []
+    slice_backward = torch.ops.aten.slice_backward.default
+
+    class Slices(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is slice_backward:
+                sizes.append(tuple(args[1]))
+            return function(*args, **(kwargs or {}))
+
+    ids = random_ids(model.config, 24)
+    with Slices():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    # The loss slices nothing of three dimensions whose last one is the sequence.
+    assert not [size for size in sizes if len(size) == 3 and size[2] == 24]

@@ -40,6 +40,9 @@ _FAST = "is_fast_path_available"
 _OWN_SLOW = "self.act(self.conv1d($x)[..., :$n])"
 _SLOW_METHOD = "slow_forward"
 _FAST_RETURN = "return self.cuda_kernels_forward(hidden_states, cache_params, attention_mask)"
+# What follows the call without a condition in some methods: with no cache it takes all tokens, and autograd would copy the
+# gradient into a tensor of zeros with adjacent tokens, which the convolution's backward has to transpose.
+_LAST_TOKENS = "$x = $x[:, :, -$n:]"
 _SLOT = Slot(OP)
 _BOUND = f"self.{_SLOT.attribute}"
 # Functions of mamba_ssm that also convolve, called in training where that package is installed.
@@ -91,6 +94,8 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
     def write(patch: PatchConfig) -> None:
         original = undecorated(module, patch, _FUNCTION)
         patch.replace(method, ast.unparse(calls[0]), _bound_or(original, ", ".join(values)), slot=_SLOT)
+        if module.count(method, _LAST_TOKENS) == 1:
+            patch.replace(method, _LAST_TOKENS, f"if {_BOUND} is None or $x.shape[2] != $n:\n    $match")
         if fused:
             patch.replace(method, _FUSED_IN_TRAINING, f"$match and {_BOUND} is None")
         add_imports(patch, _CALLS, "conv_by_document")
