@@ -5,6 +5,7 @@ from transformers import AutoConfig
 
 import opslot
 from opslot.bench.run import read_model
+from opslot.models._layers import with_layers
 
 MODELS = sorted((Path(__file__).parents[2] / "benchmarks" / "models").glob("*.json"))
 
@@ -30,3 +31,26 @@ def test_another_number_of_layers(model):
     config = AutoConfig.for_model(**data).get_text_config()
     assert config.num_hidden_layers == 3
     assert len(getattr(config, "layer_types", None) or [0] * 3) == 3
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "laguna", "qwen3_next", "zamba2"])
+def test_another_number_of_layers_of_a_default_config(model_type):
+    """Also where lists and mappings by layer have other names than `layer_types`."""
+    data = AutoConfig.for_model(model_type).to_dict()
+    config = AutoConfig.for_model(**{**data, **with_layers(data, 3)})
+    assert config.num_hidden_layers == 3
+
+
+def test_another_number_of_layers_keeps_what_is_not_by_layer():
+    config = {
+        "num_hidden_layers": 3,
+        "eos_token_id": [1, 2, 3],
+        "id2label": {0: "no", 5: "yes"},
+        "per_layer_config": {"0": {"heads": 1}, "2": {"heads": 2}},
+        "intermediate_sizes_by_layer": [8, 16, 24],
+    }
+    assert with_layers(config, 1) == {
+        "num_hidden_layers": 1,
+        "per_layer_config": {"0": {"heads": 1}},
+        "intermediate_sizes_by_layer": [8],
+    }

@@ -40,8 +40,8 @@ _FAST = "is_fast_path_available"
 _OWN_SLOW = "self.act(self.conv1d($x)[..., :$n])"
 _SLOW_METHOD = "slow_forward"
 _FAST_RETURN = "return self.cuda_kernels_forward(hidden_states, cache_params, attention_mask)"
-# What follows the call without a condition in some methods: with no cache it takes all tokens, and autograd would copy the
-# gradient into a tensor of zeros with adjacent tokens, which the convolution's backward has to transpose.
+# What follows the call in some methods. With no cache it takes all tokens, and its backward copies the gradient to a
+# tensor of zeros with adjacent tokens, which the convolution's backward has to transpose.
 _LAST_TOKENS = "$x = $x[:, :, -$n:]"
 _SLOT = Slot(OP)
 _BOUND = f"self.{_SLOT.attribute}"
