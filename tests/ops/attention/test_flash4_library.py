@@ -47,11 +47,15 @@ def test_environment_variables_take_precedence(library, monkeypatch, given, seen
 def test_forward_takes_what_releases_return(monkeypatch, more):
     """Later releases return further values after the output and the logsumexp."""
     interface = ModuleType("flash_attn.cute.interface")
-    interface._flash_attn_fwd = lambda q, k, v, **options: (q + 1, q.sum(-1), *more)
+
+    def forward(q, k, v, *, out, lse, **options):
+        return (out.copy_(q + 1), lse.zero_(), *more)
+
+    interface._flash_attn_fwd = forward
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     flash4 = importlib.import_module("opslot.ops.attention.flash4")
     monkeypatch.setattr(flash4, "_INTERFACE", interface)
     q = torch.zeros(1, 4, 2, 8)
     out, lse = flash4.flash_attn_func(q, q, q, return_lse=True)
     assert torch.equal(out, q + 1)
-    assert lse.shape == (1, 4, 2)
+    assert lse.shape == (1, 2, 4)

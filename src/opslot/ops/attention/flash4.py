@@ -15,8 +15,10 @@ from torch import Tensor
 
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops.attention.flash4_library import load_interface
+from opslot.ops.attention.flash4_replay import Replay, key_of
 
 _INTERFACE = load_interface()
+_FORWARD, _BACKWARD = Replay.forward(_INTERFACE), Replay.backward(_INTERFACE)
 
 _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
@@ -34,18 +36,41 @@ def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, T
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    outputs = dict(zip(("out", "lse"), _allocate(q, k, v), strict=True))
     named = dict(zip(_OPTIONS, options, strict=True))
-    # Later releases return more.
-    out, lse, *_ = _INTERFACE._flash_attn_fwd(q, k, v, return_lse=True, **named)
-    return out, lse
+    inputs = _inputs(q, k, v, *options[:2])
+    _FORWARD.call(
+        key_of(inputs, options[2:4], options[4:]),
+        inputs,
+        outputs,
+        lambda: _INTERFACE._flash_attn_fwd(q, k, v, return_lse=True, **outputs, **named),
+    )
+    return outputs["out"], outputs["lse"]
 
 
-def _launch_backward(dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_backward(dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k and v."""
     q, k, v, *boundaries, out, lse = arguments[:7]
-    named = dict(zip(_OPTIONS, (*boundaries, *arguments[7:-3]), strict=True))
+    options = (*boundaries, *arguments[7:-3])
+    named = dict(zip(_OPTIONS, options, strict=True))
     dout = torch.zeros_like(out) if dout is None else dout
-    return _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **named)
+    inputs = {**_inputs(q, k, v, *boundaries), "out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in ("q", "k", "v")}
+    _BACKWARD.call(
+        key_of(inputs, options[2:4], options[4:]),
+        inputs,
+        gradients,
+        lambda: _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **gradients, **named),
+    )
+    return tuple(gradients.values())
+
+
+def _inputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> dict[str, Any]:
+    # Kernels take no tensors that require gradients.
+    tensors = (q.detach(), k.detach(), v.detach(), cu_seqlens_q, cu_seqlens_k)
+    return dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), tensors, strict=True))
 
 
 _attention = differentiable_op(

@@ -66,7 +66,8 @@ _VARIANTS = {name: variant for variant, names in _CLASSES.items() for name in na
 
 def _applies_to(module: nn.Module, config: Any) -> str | None:
     # FSDP derives a class of its own.
-    cls = next((base for base in type(module).__mro__ if base.__module__ == "transformers.activations"), None)
+    bases: tuple[Any, ...] = type(module).__mro__
+    cls = next((base for base in bases if base.__module__ == "transformers.activations"), None)
     return None if cls is None or type(module).forward is not cls.forward else _VARIANTS.get(cls.__name__)
 
 
