@@ -6,10 +6,13 @@ Shape suffixes of users: N chunks, D documents, H heads, T tokens of a chunk.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from opslot.ops._common.contract import takes
 
 
 class ChunkSchedule:
@@ -77,3 +80,17 @@ def _taken(x: Tensor, index: Tensor) -> Tensor:
 def step_slices(sizes: list[int]) -> list[slice]:
     """The chunks of each step, of which `sizes` has the number."""
     return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+
+def as_kernel(arguments: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel `torch_chunked` of a reference whose `arguments` are a NamedTuple.
+
+    The chunks of packed documents depend on their lengths, so torch.compile runs them between two graphs.
+    """
+    packed = torch.compiler.disable(reference, reason="torch_chunked reads the lengths of packed documents")
+
+    @takes(arguments)
+    def kernel(given: Any) -> Any:
+        return (reference if given.cu_seqlens is None else packed)(*given)
+
+    return kernel

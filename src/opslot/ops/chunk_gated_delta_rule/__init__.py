@@ -2,6 +2,7 @@
 
 import torch
 
+from opslot.ops._common.chunk_schedule import as_kernel
 from opslot.ops._common.specs import (
     FLA,
     FLOATS,
@@ -12,7 +13,14 @@ from opslot.ops._common.specs import (
     add_kernel,
     add_triton_kernel,
 )
-from opslot.ops.chunk_gated_delta_rule.op import FLASH_QLA_WIDTH, OP, WIDEST_KEY, WIDEST_KEY_IN_99_KIB
+from opslot.ops.chunk_gated_delta_rule.op import (
+    FLASH_QLA_WIDTH,
+    OP,
+    WIDEST_KEY,
+    WIDEST_KEY_IN_99_KIB,
+    DeltaRule,
+    reference,
+)
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
 _BROKEN_ON_HOPPER = Requirement("triton", version=">=3.4,<3.7.1")
@@ -112,7 +120,7 @@ add_gpu_kernel(
 add_kernel(
     OP,
     "torch_chunked",
-    "torch_chunked:chunk_gated_delta_rule",
+    lambda: as_kernel(DeltaRule, reference),
     # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
     # documents, which Transformers mixes; not measured on a GPU.
     priority={"cpu": 10},

@@ -1,7 +1,8 @@
 """mamba_chunk_scan: registration of the op and of its kernels."""
 
+from opslot.ops._common.chunk_schedule import as_kernel
 from opslot.ops._common.specs import H200, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel, priority_in_16_bits
-from opslot.ops.mamba_chunk_scan.op import OP, WIDEST_HEAD
+from opslot.ops.mamba_chunk_scan.op import OP, WIDEST_HEAD, Scan, reference
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 
 
@@ -50,7 +51,7 @@ add_gpu_kernel(
 add_kernel(
     OP,
     "torch_chunked",
-    "torch_chunked:mamba_chunk_scan",
+    lambda: as_kernel(Scan, reference),
     # Right for packed documents, which Transformers mixes.
     priority={"cpu": 10},
     description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
