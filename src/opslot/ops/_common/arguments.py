@@ -105,6 +105,13 @@ def are_given(*tensors: Tensor | None) -> tuple[bool, ...]:
     return tuple([x is not None for x in tensors])
 
 
+def zero(*tensors: Tensor | None) -> None:
+    """Fill those of the tensors that are not None with zeros."""
+    for x in tensors:
+        if x is not None:
+            x.zero_()
+
+
 def copy_or_zero(out: Tensor | None, source: Tensor | None) -> None:
     """Fill `out`, unless it is None, with `source`, or with zeros without one."""
     if out is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.arguments import copy_or_zero, in_autocast_dtype, reject
+from opslot.ops._common.arguments import in_autocast_dtype, reject, zero
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.attention.compressed_call import LOG2E, CompressedCall, CompressedInputs
@@ -140,8 +140,7 @@ def _run_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, *arguments
     dout = dout.contiguous()
     call = CompressedCall(inputs)
     if call.empty:
-        for gradient in gradients:
-            copy_or_zero(gradient, None)
+        zero(*gradients)
         return
     delta = torch.empty_like(lse)
     tile = call.plan.dq

@@ -22,7 +22,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot._base.kernel_launch import cdiv, compute_capability
-from opslot.ops._common.arguments import adjacent, are_given, copy_or_zero, reject
+from opslot.ops._common.arguments import adjacent, are_given, reject, zero
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
 from opslot.ops.attention.contract import AttentionCall, takes_call
@@ -393,8 +393,7 @@ def _run_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, *arguments
     dout = adjacent(dout)
     call = _Call(given, dout)
     if call.empty:
-        for gradient in gradients:
-            copy_or_zero(gradient, None)
+        zero(*gradients)
         return
     visible = _visible(call, given)
     strides = (*call.strides, *visible.strides)

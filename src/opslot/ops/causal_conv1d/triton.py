@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
-from opslot.ops._common.arguments import are_given, reject, require_floats
+from opslot.ops._common.arguments import are_given, reject, require_floats, zero
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops.causal_conv1d.op import kernel_of
 
@@ -340,9 +340,7 @@ def _backward(
 ) -> None:
     dx, dweight, dbias = gradients
     if x.numel() == 0:
-        for gradient in (dweight, dbias):
-            if gradient is not None:
-                gradient.zero_()
+        zero(dweight, dbias)
         return
     batch, channels, length = x.shape
     width = weight.shape[1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
-from opslot.ops._common.arguments import reject, require_floats
+from opslot.ops._common.arguments import reject, require_floats, zero
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients, launch_op, once_differentiable
 from opslot.ops._common.row_tiles import aligned_rows
 from opslot.ops.hyper_connection.kernels import collapse
@@ -203,9 +203,7 @@ def _run_backward(
     _, eps, magnitude, _, iterations, parts = _Options(*rest[:-4])
     rows, count, width, coefficients = _sizes(streams, fn)
     if not rows:
-        for out in (dfn, dbase, dscale):
-            if out is not None:
-                out.zero_()
+        zero(dfn, dbase, dscale)
         return
     dcollapsed, dpost, dcomb = (None if x is None else x.contiguous() for x in (dcollapsed, dpost, dcomb))
     dpre = torch.zeros_like(pre) if dcollapsed is None else torch.empty_like(pre)
@@ -317,22 +315,14 @@ def _run_mix_backward(
     )
 
 
-def _mix_gradients(dnext: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
-    """All, in any case."""
-    return empty_gradients(arguments[:4], [True] * 4)
-
-
 _mix = differentiable_op(
     "hyper_connection_mix(Tensor post, Tensor comb, Tensor output, Tensor streams) -> Tensor",
     allocate=_allocate_next,
     launch=_run_mix,
     launch_backward=_run_mix_backward,
-    allocate_gradients=_mix_gradients,
+    # All, in any case.
+    allocate_gradients=lambda dnext, *arguments: empty_gradients(arguments[:4], [True] * 4),
 )
-
-
-def _run_add(out: Tensor, post: Tensor, output: Tensor, streams: Tensor) -> None:
-    _run_mix(out, post, None, output, streams)
 
 
 def _run_add_backward(gradients: tuple[Tensor, Tensor], dnext: Tensor, post: Tensor, output: Tensor) -> None:
@@ -341,7 +331,9 @@ def _run_add_backward(gradients: tuple[Tensor, Tensor], dnext: Tensor, post: Ten
 
 
 _add_forward = launch_op(
-    "hyper_connection_add(Tensor post, Tensor output, Tensor streams) -> Tensor", _allocate_next, _run_add
+    "hyper_connection_add(Tensor post, Tensor output, Tensor streams) -> Tensor",
+    _allocate_next,
+    lambda out, post, output, streams: _run_mix(out, post, None, output, streams),
 )
 _add_backward = launch_op(
     "hyper_connection_add_backward(Tensor dnext, Tensor post, Tensor output) -> (Tensor, Tensor)",

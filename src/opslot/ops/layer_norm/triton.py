@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opslot._base.jit import downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
-from opslot.ops._common.arguments import are_given
+from opslot.ops._common.arguments import are_given, zero
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
 from opslot.ops.layer_norm.arguments import checked
@@ -166,8 +166,7 @@ def _run_backward(
     dx, *sums = gradients
     summed = [out for out in sums if out is not None]
     if not x.numel():
-        for out in summed:
-            out.zero_()
+        zero(*summed)
         return
     width = x.shape[-1]
     rows = x.numel() // width

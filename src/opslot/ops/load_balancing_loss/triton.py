@@ -229,17 +229,13 @@ def _forward_fake(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) 
     return first.new_empty((), dtype=torch.float32), first.new_empty(first.shape[1], dtype=torch.float32)
 
 
-def _backward_fake(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Tensor, grad_loss: Tensor) -> Tensor:
-    return layers[0].new_empty(len(layers), *layers[0].shape)
-
-
 _forward_op = custom_op(
     "load_balancing_loss(Tensor[] layers, Tensor? weights, int top_k) -> (Tensor, Tensor)", _forward, _forward_fake
 )
 _backward_op = custom_op(
     "load_balancing_loss_backward(Tensor[] layers, Tensor? weights, Tensor coefficients, Tensor grad_loss) -> Tensor",
     _backward,
-    _backward_fake,
+    lambda layers, *_: layers[0].new_empty(len(layers), *layers[0].shape),
 )
 
 

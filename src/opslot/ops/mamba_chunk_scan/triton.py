@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import copy_or_zero, reject, require_floats
+from opslot.ops._common.arguments import copy_or_zero, reject, require_floats, zero
 from opslot.ops._common.contract import takes
 from opslot.ops._common.custom_op import all_but_last_gradient, differentiable_op
 from opslot.ops._common.kernels.tiles import as_tokens
@@ -69,8 +69,7 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
         # Under torch.compile, an output that is not wanted is an empty tensor, and so is its gradient.
         dfinal = None
     if x.numel() == 0:
-        for grad in grads:
-            copy_or_zero(grad, None)
+        zero(*grads)
         copy_or_zero(dinitial, dfinal)
         return
     dout = torch.zeros_like(x) if dout is None else dout

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.aligned_rows import empty_rows_like, mark_padded, zero_padding
-from opslot.ops._common.arguments import autocast_dtype, elementwise_layout, reject, require_floats
+from opslot.ops._common.arguments import autocast_dtype, elementwise_layout, reject, require_floats, zero
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.triton_activations import activation, activation_and_slope
 
@@ -243,9 +243,7 @@ def _launch_xielu_backward(
     dx, dalpha_p, dalpha_n = gradients
     need_alphas = dalpha_p is not None or dalpha_n is not None
     if not dout.numel():
-        for dalpha in (dalpha_p, dalpha_n):
-            if dalpha is not None:
-                dalpha.zero_()
+        zero(dalpha_p, dalpha_n)
         return
     (dout, x, target), strides, grid, blocks = elementwise_layout(_XIELU_BLOCK, dout, x, dout if dx is None else dx)
     programs = grid[0]

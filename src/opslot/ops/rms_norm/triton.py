@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
-from opslot.ops._common.arguments import are_given, reject
+from opslot.ops._common.arguments import are_given, reject, zero
 from opslot.ops._common.custom_op import differentiable_op, empty_gradients, launch_op, once_differentiable
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
@@ -260,8 +260,7 @@ def _run_backward(
     """Write those of the `gradients` of x, weight and gate that are not None; `dsum` is the gradient of a sum x."""
     dx, dweight, dgate = gradients
     if not x.numel():
-        if dweight is not None:
-            dweight.zero_()
+        zero(dweight)
         return
     width, rows = x.shape[-1] // groups, x.numel() // x.shape[-1]
     element_bytes = sum(t.element_size() for t in (dout, dsum, x, gate) if t is not None)
@@ -332,13 +331,6 @@ def _fused_add_forward(
     _run_forward(out, x, weight, None, eps, weight_offset, cast_after_weight, residual=residual, total=total)
 
 
-def _allocate_fused_add_gradients(
-    dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, *rest: Any
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the sum, which both terms share, and of the weight."""
-    return empty_gradients((total, weight), rest[-2:])
-
-
 def _fused_add_backward(
     gradients: tuple[Tensor | None, ...],
     dout: Tensor,
@@ -361,7 +353,8 @@ _fused_add_op = launch_op(
 _fused_add_backward_op = launch_op(
     "fused_add_rms_norm_backward(Tensor dout, Tensor? dsum, Tensor total, Tensor weight, float eps,"
     " bool weight_offset, bool need_x, bool need_weight) -> (Tensor, Tensor)",
-    _allocate_fused_add_gradients,
+    # The gradients of the sum, which both terms share, and of the weight.
+    lambda dout, dsum, total, weight, *rest: empty_gradients((total, weight), rest[-2:]),
     _fused_add_backward,
 )
 

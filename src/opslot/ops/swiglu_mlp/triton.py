@@ -148,10 +148,6 @@ def _allocate_gradients(dout: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> t
     return empty_rows_like(gate) if need_gate else None, empty_rows_like(up) if need_up else None
 
 
-def _allocate_fused(gate_up: Tensor, activation: str) -> Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
 def _launch_fused(out: Tensor, gate_up: Tensor, activation: str) -> None:
     gate, up = gate_up.chunk(2, dim=-1)
     _launch(out, gate, up, activation)
@@ -178,7 +174,7 @@ _swiglu, _clamped = (
 )
 _fused = differentiable_op(
     "swiglu_fused(Tensor gate_up, str activation) -> Tensor",
-    allocate=_allocate_fused,
+    allocate=lambda gate_up, activation: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
     launch=_launch_fused,
     launch_backward=_launch_fused_backward,
     recomputable=True,

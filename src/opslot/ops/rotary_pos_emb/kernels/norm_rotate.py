@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
-from opslot.ops._common.arguments import adjacent
+from opslot.ops._common.arguments import adjacent, zero
 from opslot.ops._common.row_tiles import sum_partials
 from opslot.ops.rotary_pos_emb.kernels.norm_heads import (
     backward_heads,
@@ -386,9 +386,7 @@ def launch_backward(
     given = NormRotation(*arguments[:-4])
     dq, dk, dq_weight, dk_weight = gradients
     if given.q.numel() == 0:
-        if dq_weight is not None and dk_weight is not None:
-            dq_weight.zero_()
-            dk_weight.zero_()
+        zero(dq_weight, dk_weight)
         return
     dq_out = torch.zeros_like(given.q) if dq_out is None else adjacent(dq_out)
     dk_out = torch.zeros_like(given.k) if dk_out is None else adjacent(dk_out)
