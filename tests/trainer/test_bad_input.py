@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+import torch
 import yaml
 
 from opslot._base.errors import ConfigError
@@ -63,6 +64,14 @@ def assert_error(result, *messages, tmp_path):
 def test_invalid_field_raises(train, settings, tmp_path, section, field, value, message):
     settings[section][field] = value
     assert_error(train(), message, tmp_path=tmp_path)
+
+
+def test_error_ends_a_process_group_of_one(train, settings, tmp_path):
+    """NCCL warns at the exit of a process that left its group to it."""
+    settings["train"]["fsdp"] = {"param_dtype": "bfloat16"}
+    settings["data"]["max_seq_len"] = 4096
+    assert_error(train(), "exceeds the model's max_position_embeddings", tmp_path=tmp_path)
+    assert not torch.distributed.is_initialized()
 
 
 def test_answers_longer_than_the_positions_raise(train, settings, tmp_path):

@@ -88,10 +88,16 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
                 # Before anything that may fail on one rank only.
                 with _reported_by_first_rank():
                     start_processes(config)
-            with fail_together():
-                trainer = _prepare(config, console)
-                before_training.close()
-                done = _train(trainer)
+            try:
+                with fail_together():
+                    trainer = _prepare(config, console)
+                    before_training.close()
+                    done = _train(trainer)
+            except BaseException:
+                # Several processes leave their group to the exit: destroying it may wait for one that was killed.
+                if launched_world_size() == 1:
+                    destroy_parallel_state()
+                raise
             destroy_parallel_state()
             return done
 
