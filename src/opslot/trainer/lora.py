@@ -248,9 +248,10 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
                     if not _maps_features(module)
                 ]
     if problems:
+        every = f"; {ALL_LINEAR} selects every linear layer but the output head" if targets != ALL_LINEAR else ""
         raise ConfigError(
             list_problems(f"adapters cannot be added to {type(model).__name__}", problems),
-            hint=f"modules that can have one: {', '.join(_candidates(model))}",
+            hint=f"modules that can have one: {', '.join(_candidates(model))}{every}",
         )
 
 

@@ -232,6 +232,7 @@ def test_unmatched_targets_are_one_error(write, capsys):
         ({"target_modules": []}, "lora.target_modules is empty"),
         ({"target_modules": "q_proj("}, "is not a valid regular expression"),
         ({"target_modules": "q_proj"}, "for full names; use [q_proj] for a name"),
+        ({"target_modules": "all"}, "; all-linear selects every linear layer but the output head"),
         ({"target_modules": "layers.*q_prj"}, "full names are such as model.layers.0.self_attn.q_proj"),
         ({"quantization": "int4"}, "lora.quantization: expected"),
         ({"rank_pattern": {"q_prj": 2}}, "lora.rank_pattern: q_prj matches no module with an adapter"),
