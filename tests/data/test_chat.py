@@ -593,3 +593,27 @@ def test_labels_are_ignored_at_document_starts(chat_tokenizer, tmp_path):
     batch = collate([make_sample([tokens, tokens], 2 * len(tokens) + 1, 0)])
     ignored = [0, len(tokens), 2 * len(tokens)]
     assert (batch["labels"][0] == IGNORE_INDEX).nonzero().flatten().tolist() == ignored
+
+
+@pytest.mark.parametrize(
+    ("columns", "fix"),
+    [
+        ("query response", "rename query to prompt and response to completion"),
+        ("input output", "rename input to prompt and output to completion"),
+        ("prompt response", "rename response to completion"),
+        ("instruction context response", "rename response to output and context to input"),
+        (
+            "system_prompt question response",
+            "rename question to instruction and response to output and system_prompt to system",
+        ),
+        ("id dialogue", "rename dialogue to messages"),
+        ("id text", None),
+    ],
+)
+def test_columns_of_other_names_get_a_hint(chat_tokenizer, tmp_path, columns, fix):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(dict.fromkeys(columns.split(), "x")))
+    problems = []
+    encoder_of(chat_tokenizer, CHATML).inspect(file, "auto", problems)
+    (problem,) = problems
+    assert problem.endswith(f"or texts; {fix}" if fix else "or texts")

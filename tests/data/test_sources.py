@@ -80,6 +80,18 @@ def test_every_malformed_line_is_reported(tmp_path, read_documents):
     assert f"{second}, line 1: field 'text' holds a number" in message
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_missing_field_is_one_error_for_a_file(tmp_path, read_documents, suffix):
+    file = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        file.write_text('{"messages": []}\n' * 3)
+    else:
+        pq.write_table(pa.table({"messages": [["x"]] * 3}), file)
+    with pytest.raises(DataError) as caught:
+        read_documents([file])
+    assert str(caught.value).count("For chats, set task: sft") == str(caught.value).count(str(file)) == 1
+
+
 def test_long_list_of_problems_is_truncated(tmp_path, read_documents):
     file = write(tmp_path / "a.jsonl", "{\n" * 25)
     with pytest.raises(DataError) as caught:

@@ -123,8 +123,13 @@ def test_all_problems_in_one_error(train, settings, tmp_path):
         ("empty.txt", "", "empty.txt is empty"),
         ("blank.txt", "\n\n", "no text in any of them"),
         ("bad.jsonl", '{"text": "x"}\n{"text": "y"\n', "bad.jsonl, line 2: not JSON"),
-        ("other.jsonl", '{"content": "x"}\n', "other.jsonl, line 1: no field 'text'; it has content"),
+        ("other.jsonl", '{"content": "x"}\n', "other.jsonl: no field 'text'; it has content"),
         ("chats.jsonl", '{"messages": []}\n', "no field 'text'; it has messages. For chats, set task: sft"),
+        (
+            "pairs.jsonl",
+            '{"query": "x", "response": "y"}\n',
+            "holds the text; for chats, set task: sft and rename query to prompt and response to completion",
+        ),
         ("bad.parquet", "no parquet", "not a readable parquet file"),
     ],
 )

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opslot._base.errors import DataError
+from opslot.data.chat_columns import CHAT_COLUMNS, KNOWN, chat_columns, renames
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.content_forms import ContentForms
 from opslot.data.encoder import SampleEncoder, SampleError, digest
@@ -47,8 +48,6 @@ from opslot.data.records import FileColumns, Location, columns_in, lone_surrogat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("texts",))
-_KNOWN = "messages, conversations, prompt and completion, instruction and output, or texts"
 # Read where a file has them.
 _OPTIONAL = ("system", "tools", "input", "history")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -125,10 +124,11 @@ class ChatEncoder(SampleEncoder):
                 "rename the chosen ones to completion and remove the other columns, or train as examples/trl_dpo.py"
             )
             return
-        form = next((form for form in _FORMS if set(form) <= set(found.names)), None)
+        form = chat_columns(found.names)
         if form is None:
             has = ", ".join(found.names) or "no columns (a text file?)"
-            problems.append(f"{file}: no chat data; it has {has}, and task {self.task} needs {_KNOWN}")
+            fix = f"; {rename}" if (rename := renames(found.names)) else ""
+            problems.append(f"{file}: no chat data; it has {has}, and task {self.task} needs {KNOWN}{fix}")
         elif self.plain and (form[0] != "prompt" or _holds_messages(found)):
             problems.append(
                 f"{file}: {form[0]} needs a chat template, and the tokenizer has none (or data.chat_template is none); "
@@ -153,7 +153,7 @@ class ChatEncoder(SampleEncoder):
     def _checked(self, where: Location, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """The record, with an instruction or texts as messages, and the first column of its conversation."""
         columns = self.columns[where.file]
-        form = next(form for form in _FORMS if form[0] == columns[0])
+        form = next(form for form in CHAT_COLUMNS if form[0] == columns[0])
         missing = [name for name in form if record.get(name) is None]
         if missing:
             has = ", ".join(name for name, value in record.items() if value is not None) or "nothing"

@@ -13,6 +13,7 @@ import numpy as np
 
 from opslot._base.errors import DataError
 from opslot._base.logging import get_logger
+from opslot.data.chat_columns import missing_text
 from opslot.data.collation import LABELED
 from opslot.data.locations import Location
 from opslot.data.records import ByteRange, columns_in, read_ranges, read_records
@@ -111,6 +112,12 @@ class TextEncoder:
                 found = None
             if found is None:
                 self.columns[file] = []
+            return
+        # A malformed record is reported when it is read, with its line.
+        found = columns_in(file, format, [])
+        if found is not None and found.first is not None and self.text_field not in found.first:
+            # Once for the file: the other records have the same fields.
+            problems.append(f"{file}: {missing_text(self.text_field, found.names, 'field')}")
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -245,10 +252,7 @@ def text_column_problem(schema: Any, text_field: str) -> str | None:
     import pyarrow as pa
 
     if text_field not in schema.names:
-        return (
-            f"no column {text_field!r}; it has {', '.join(schema.names)}. "
-            "Set data.text_field to the column that holds the text"
-        )
+        return missing_text(text_field, schema.names, "column")
     kind = schema.field(text_field).type
     values = kind.value_type if pa.types.is_dictionary(kind) else kind
     return None if str(values) in STRINGS else f"column {text_field!r} holds {kind}, not strings"

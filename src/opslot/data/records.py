@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from opslot._base.errors import json_type
+from opslot.data.chat_columns import missing_text
 from opslot.data.locations import AGAIN, ByteRange, Location
 from opslot.data.sources import COMPRESSIONS, format_of
 from opslot.data.tar_files import read_tar
@@ -124,11 +125,7 @@ def columns_in(file: Path, format: str, problems: list[str]) -> FileColumns | No
 def text_of(record: Mapping[str, Any], text_field: str) -> tuple[str, str | None]:
     """The text of a record, and what is wrong with it."""
     if text_field not in record:
-        fields = ", ".join(map(str, record)) or "none"
-        fix = "Set data.text_field to the field that holds the text"
-        if not record.keys().isdisjoint(("messages", "conversations", "completion", "instruction", "texts")):
-            fix = "For chats, set task: sft"
-        return "", f"no field {text_field!r}; it has {fields}. {fix}"
+        return "", missing_text(text_field, record, "field")
     text = record[text_field]
     if not isinstance(text, str):
         return "", f"field {text_field!r} holds {json_type(text)}, not a string"
