@@ -139,16 +139,33 @@ def test_files_without_training_data_raise(train, settings, tmp_path, name, cont
     assert_error(train(), message, tmp_path=tmp_path)
 
 
-def test_output_folder_below_a_file_raises(train, settings, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file", "{folder} is a file; choose another folder"),
+        ("file/a/out", "{folder} cannot be created: {tmp_path}/file is a file; choose another folder"),
+        ("link/out", "{tmp_path}/link is a link to nowhere, which does not exist; choose another folder"),
+    ],
+)
+def test_output_folder_that_cannot_be_created_raises(train, settings, tmp_path, name, message):
     (tmp_path / "file").write_text("")
-    settings["train"]["output_dir"] = str(tmp_path / "file" / "out")
-    assert_error(train(), "train.output_dir", "is a file", tmp_path=tmp_path)
+    (tmp_path / "link").symlink_to("nowhere")
+    settings["train"]["output_dir"] = folder = str(tmp_path / name)
+    expected = f"train.output_dir: {message.format(folder=folder, tmp_path=tmp_path)}"
+    assert_error(train(), "1 problem", expected, tmp_path=tmp_path)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that cannot be written")
-def test_read_only_output_folder_raises(train, settings, tmp_path):
-    settings["train"]["output_dir"] = "/proc/opslot/out"
-    assert_error(train(), "train.output_dir: /proc/opslot/out cannot be written", tmp_path=tmp_path)
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("/proc/opslot/out", "/proc/opslot/out cannot be created in /proc (its file system takes no new folders)"),
+        ("/proc/self", "/proc/self cannot be written (its file system takes no new folders)"),
+    ],
+)
+def test_output_folder_that_cannot_be_written_raises(train, settings, tmp_path, folder, message):
+    settings["train"]["output_dir"] = folder
+    assert_error(train(), f"train.output_dir: {message}; choose another folder", tmp_path=tmp_path)
 
 
 def test_tokenizer_larger_than_the_vocabulary_raises(train, settings, tmp_path, model_folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from opslot.slots import explain
 from opslot.trainer.checkpointing import CHECKPOINTS, damaged_checkpoints, find_checkpoints, newer_checkpoints, step_of
 from opslot.trainer.config import RunConfig, TrainConfig
 from opslot.trainer.parse import to_yaml
+
+_ANOTHER = "choose another folder"
 
 
 def check_output(train: TrainConfig, problems: list[str]) -> Path | None:
@@ -69,16 +72,25 @@ def _latest(folder: Path, present: list[Path], problems: list[str]) -> Path | No
 
 
 def _unwritable(folder: Path) -> str | None:
+    """Why a folder cannot be written, or created; None where it can."""
     ancestor = folder
-    while not ancestor.exists() and ancestor != ancestor.parent:
+    # Unlike Path.exists, it does not raise for a folder that may not be searched.
+    while not os.path.exists(ancestor) and ancestor != ancestor.parent:
+        if os.path.islink(ancestor):
+            return f"{ancestor} is a link to {os.readlink(ancestor)}, which does not exist; {_ANOTHER}"
         ancestor = ancestor.parent
     if not ancestor.is_dir():
-        return f"{folder} cannot be created, {ancestor} is a file"
+        what = f"{folder} is a file" if ancestor == folder else f"{folder} cannot be created: {ancestor} is a file"
+        return f"{what}; {_ANOTHER}"
     try:
         with tempfile.TemporaryDirectory(dir=ancestor, prefix=".opslot-"):
             return None
     except OSError as error:
-        return f"{folder} cannot be written ({error.strerror}: {ancestor}); choose another folder"
+        # /proc raises FileNotFoundError, although it exists.
+        missing = isinstance(error, FileNotFoundError)
+        found = "its file system takes no new folders" if missing else error.strerror
+    what = "cannot be written" if ancestor == folder else f"cannot be created in {ancestor}"
+    return f"{folder} {what} ({found}); {_ANOTHER}"
 
 
 def write_description(folder: Path, config: RunConfig, model: nn.Module) -> None:
