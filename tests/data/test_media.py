@@ -314,6 +314,16 @@ def riff(size, name=b"AVI "):
     return b"RIFF" + struct.pack("<I", size) + name
 
 
+def flv(*tags, size=None):
+    """An FLV file with these contents of video tags."""
+    number = struct.pack(">d", size or 0)
+    metadata = b"\x02\0\x0aonMetaData\x08\0\0\0\1\0\x08filesize\0" + number + b"\0\0\x09"
+    found = b"FLV\x01\x01" + struct.pack(">I", 9) + bytes(4)
+    for kind, content in ((18, metadata), *((9, tag) for tag in tags)):
+        found += bytes([kind]) + len(content).to_bytes(3) + bytes(7) + content + struct.pack(">I", 11 + len(content))
+    return found
+
+
 EBML = b"\x1a\x45\xdf\xa3\x84abcd\x18\x53\x80\x67"
 MP4 = box(b"ftyp", 16, bytes(8))
 
@@ -326,8 +336,9 @@ MP4 = box(b"ftyp", 16, bytes(8))
         (MP4 + box(b"moov", 16, bytes(8)) + box(b"mdat", 64), 96),
         (MP4 + box(b"mdat", 2**33, bytes(8)), 16 + 2**33),
         (riff(28, b"AVI ") + bytes(24) + riff(20, b"AVIX"), 36 + 28),
+        (flv(bytes(50), bytes(40), size=198)[:-30], 198),
     ],
-    ids=["Matroska", "Matroska, 14 bits", "MP4, its index first", "MP4, 64 bits", "AVI of two chunks"],
+    ids=["Matroska", "Matroska, 14 bits", "MP4, its index first", "MP4, 64 bits", "AVI of two chunks", "FLV"],
 )
 def test_files_that_are_cut_off_raise(header, size, tmp_path):
     """Decoders return the frames before the end."""
@@ -352,6 +363,13 @@ def test_files_that_are_cut_off_raise(header, size, tmp_path):
         MP4 + bytes(20),
         riff(2**32 - 1) + bytes(24),
         riff(28) + bytes(24) + b"appended",
+        flv(bytes(50), size=141),
+        flv(bytes(50), size=141)[:-4],
+        flv(bytes(50), size=10**6),
+        flv(bytes(50), size=100) + b"\x09appended by a tool",
+        flv(bytes(50))[:-20],
+        flv(bytes(50), size=float("nan"))[:-20],
+        b"FLV\x01",
     ],
 )
 def test_whole_files_and_those_of_streams_lack_no_bytes(data):
@@ -359,7 +377,7 @@ def test_whole_files_and_those_of_streams_lack_no_bytes(data):
 
 
 @pytest.mark.parametrize("options", [{}, {"movflags": "faststart"}, {"movflags": "frag_keyframe+empty_moov"}], ids=str)
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi"])
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi", "a.flv"])
 def test_half_of_a_video_file_raises(name, options, tmp_path):
     file = write_mp4(tmp_path / name, options=options)
     data = file.read_bytes()
@@ -417,7 +435,7 @@ def test_torchcodec_decodes_where_it_is_installed(tmp_path, monkeypatch):
 def write_mp4(file, seconds=1, with_audio=True, size=(32, 32), volumes=(1.0,), options=None):
     av = pytest.importorskip("av")
     with av.open(str(file), "w", options=options or {}) as container:
-        stream = container.add_stream("mpeg4", rate=10)
+        stream = container.add_stream("flv" if file.suffix == ".flv" else "mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         layout = "mono" if len(volumes) == 1 else "stereo"
         track = container.add_stream("aac", rate=16_000, layout=layout) if with_audio else None

@@ -5,6 +5,7 @@ Decoders return the frames before the end of a file that is half downloaded, wit
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 
@@ -13,17 +14,25 @@ _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _BOXES = (b"moov", b"moof", b"mdat")
 # Sizes in the header of an AVI file that was written to a stream.
 _STREAMED = (0, 2**31 - 1, 2**32 - 1)
+# Types of the tags of an FLV file, and the size of what is before their data.
+_AUDIO, _VIDEO, _SCRIPT = 8, 9, 18
+_TAG_HEADER = 11
+# A number in the metadata of an FLV file. Encoders differ in the case of its name.
+_FILE_SIZE = re.compile(rb"\0\x08filesize\0(.{8})", re.IGNORECASE | re.DOTALL)
 
 
 def missing_bytes(data: bytes) -> int:
-    """Bytes that the header of a Matroska (WebM), MP4 (QuickTime) or AVI file counts and that `data` lacks; 0 for other
-    files, and for those that were written to a stream, before their size was known."""
+    """Bytes that the header of a Matroska (WebM), MP4 (QuickTime), AVI or FLV file counts and that `data` lacks; 0 for
+    other files, and for those that were written to a stream, before their size was known. An MPEG transport stream has
+    no such header, and a recording of one may end anywhere."""
     if data.startswith(_EBML):
         ends = _matroska(data)
     elif data[4:8] in (b"ftyp", *_BOXES):
         ends = _mp4(data)
     elif data.startswith(b"RIFF") and data[8:12] == b"AVI ":
         ends = _avi(data)
+    elif data.startswith(b"FLV\x01"):
+        ends = _flv(data)
     else:
         return 0
     return max(0, max(ends, default=0) - len(data))
@@ -68,3 +77,20 @@ def _avi(data: bytes) -> Iterator[int]:
             return
         yield position + 8 + size
         position += 8 + size + size % 2
+
+
+def _flv(data: bytes) -> Iterator[int]:
+    """The size in the metadata, if the file also ends within a tag: tools that cut a file keep its metadata, but write
+    whole tags."""
+    size = 0
+    # Each tag is followed by its size; the first size is that of no tag.
+    end = int.from_bytes(data[5:9])
+    position = end + 4
+    while position < len(data) and data[position] in (_AUDIO, _VIDEO, _SCRIPT):
+        end = position + _TAG_HEADER + int.from_bytes(data[position + 1 : position + 4])
+        if data[position] == _SCRIPT and (found := _FILE_SIZE.search(data, position, end)):
+            (value,) = struct.unpack(">d", found[1])
+            size = int(value) if 0 < value < 2**63 else 0
+        position = end + 4
+    if len(data) < position and len(data) != end:
+        yield size
