@@ -1,6 +1,7 @@
 """FLOPs of a training step, against counts by hand and torch's own counter."""
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -300,6 +301,45 @@ def test_encoders_of_waveforms_equal_torch_counter(name):
     assert audio_lengths({"input_values": waveform.expand(2, *waveform.shape[1:])}) == [48_000] * 2
 
 
+def test_encoders_without_gradients_have_no_backward():
+    """VibeVoice runs its encoders with torch.no_grad(), and trains what follows them."""
+    model, holder = conformer("vibevoice_asr")
+    with FlopCounterMode(display=False) as counter:
+        holder.get_audio_features(torch.randn(1, 1, 48_000)).pooler_output.sum().backward()
+    assert opslot.count_flops(model, [], frames=[48_000]).total == pytest.approx(counter.get_total_flops())
+    holder.multi_modal_projector.requires_grad_(False)
+    assert opslot.count_flops(model, [], frames=[48_000]).backward == 0
+
+
+@pytest.mark.parametrize("frames", [800, 1203, 3000])
+def test_encoder_of_a_module_that_places_its_features(frames):
+    """Phi-4 multimodal has no method for the features of audio, and an encoder inside of its decoder."""
+    config = tiny_config("phi4_multimodal")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    embed, rows = model.model.embed_tokens_extend.audio_embed, math.ceil(frames / 8)
+    ids = torch.full((1, rows), config.audio_config.audio_token_id)
+    features = torch.randn(1, frames, 80)
+    with FlopCounterMode(display=False) as counter:
+        out = embed(ids, torch.zeros(1, rows, config.hidden_size), features, audio_embed_sizes=[rows])
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    batch = {"audio_input_features": features, "audio_attention_mask": torch.ones(1, frames, dtype=torch.bool)}
+    lengths = audio_lengths(batch, FlopCounter(model).frames_dim)
+    assert lengths == [frames]
+    count = opslot.count_flops(model, [], frames=lengths)
+    assert count.forward == pytest.approx(forward, rel=0.01)
+    # torch takes the weight gradients of depthwise convolutions for those of full ones.
+    found = sum(part.total for name, part in count.parts.items() if name != "audio convolution")
+    by_op = counter.get_flop_counts()["Global"]
+    expected = sum(flops for op, flops in by_op.items() if "convolution" not in str(op))
+    assert found == pytest.approx(expected, rel=0.01)
+    # Its projectors are not computed for the tokens of the text.
+    text = opslot.count_flops(model, [16])
+    decoder = [m for layer in model.model.layers for m in layer.modules() if isinstance(m, nn.Linear)]
+    assert text.parts["linear"].forward == 2 * 16 * sum(m.weight.numel() for m in decoder)
+    assert not any("audio" in part.path for part in text.uncounted)
+
+
 def test_encoder_that_does_not_run_without_values_is_reported(monkeypatch):
     model, holder = conformer("omniasr")
     monkeypatch.setattr(type(holder), "get_audio_features", lambda self, input_values: input_values.sum().item())
@@ -307,7 +347,8 @@ def test_encoder_that_does_not_run_without_values_is_reported(monkeypatch):
     assert ("model.audio_tower", "audio whose encoder does not run without values") in count.uncounted
 
 
-def test_encoder_of_a_model_without_get_audio_features_is_reported():
+def test_encoder_of_a_model_without_get_audio_features_is_reported(monkeypatch):
+    monkeypatch.setattr("opslot.models.flop_measured._places", lambda module: False)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config("phi4_multimodal"))
     count = opslot.count_flops(model, [16], frames=[100])
     reasons = {part.path: part.reason for part in count.uncounted}

@@ -6,7 +6,7 @@ import ast
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,8 +79,8 @@ class ModuleReader:
         elif isinstance(self.audio, MeasuredAudioEncoder):
             self.streams |= dict.fromkeys(self._measured_paths(self.audio), FRAMES)
         self.head = next((path for path, module in self.modules.items() if module is output), None)
-        in_towers = (module for path, module in self.modules.items() if self.streams[path] != TOKENS)
-        tower_trained = any(p.requires_grad for module in in_towers for p in module.parameters(recurse=False))
+        in_towers = (path for path in self.modules if self.streams[path] != TOKENS and not self._is_detached(path))
+        tower_trained = any(p.requires_grad for path in in_towers for p in self.modules[path].parameters(recurse=False))
         self.trained: dict[str | None, bool] = {TOKENS: tower_trained}
         # Whether the input of a module has a gradient.
         self.differentiable: dict[str, bool] = {}
@@ -106,7 +106,7 @@ class ModuleReader:
                 skipped += (f"{path}.",)
                 continue
             self._read(path, module, stream)
-            if any(p.requires_grad for p in module.parameters(recurse=False)):
+            if not self._is_detached(path) and any(p.requires_grad for p in module.parameters(recurse=False)):
                 self.trained[stream] = True
         if isinstance(self.audio, MeasuredAudioEncoder):
             self._add_measured(self.audio)
@@ -120,10 +120,15 @@ class ModuleReader:
 
     def _add_measured(self, audio: MeasuredAudioEncoder) -> None:
         """What an encoder computes beside its linear layers and convolutions: attention."""
-        gradients = 2 * any(p.requires_grad for p in self.modules[self.audio_path].parameters())
+        trained = any(p.requires_grad for p in self.modules[self.audio_path].parameters())
+        gradients = 2 * (trained and not audio.is_detached(self.audio_path))
         self.matmuls.append(Matmul(FRAMES, "attention", audio.linear, gradients * audio.linear))
         if pair := audio.quadratic / audio.rows**2:
             self.attention.append(AttentionFlops(FRAMES, AttentionShape(causal=False), pair, gradients * pair))
+
+    def _is_detached(self, path: str) -> bool:
+        """Whether a module runs with torch.no_grad(), as the encoders of VibeVoice."""
+        return isinstance(self.audio, MeasuredAudioEncoder) and self.audio.is_detached(path)
 
     def _audio_encoder(self) -> tuple[str, AudioEncoder | MeasuredAudioEncoder | None]:
         """The path of the audio encoder and its rows; those of a second one would need frames of their own."""
@@ -185,7 +190,7 @@ class ModuleReader:
         self, path: str, stream: str, size: float, own: dict[str, Any], part: str = "", scale: float = 1.0
     ) -> None:
         # Those of the input and of the weight, each with as many FLOPs as the forward pass.
-        gradients = self.differentiable[path] + own["weight"].requires_grad
+        gradients = 0 if self._is_detached(path) else self.differentiable[path] + own["weight"].requires_grad
         scale *= self._rows(path, stream)
         if scale:
             flops = 2 * size * scale
@@ -320,7 +325,8 @@ def _streams(modules: dict[str, Any], output: Any) -> Iterator[tuple[str, str | 
 
     A tower is a model inside another whose config is of another class than the text's. What a model with a tower holds
     besides its models and the output layer is a projector, and belongs to the patches, or to the frames where the
-    model has no patches or the name has "audio".
+    model has no patches or the name has "audio". A module beside the text's layers that holds towers of one kind has
+    their projector.
     """
     models = {path: module for path, module in modules.items() if _is_model(module)}
     towers = {path: kind for path, module in models.items() if (kind := _tower(path, module, models)) != TOKENS}
@@ -337,7 +343,21 @@ def _streams(modules: dict[str, Any], output: Any) -> Iterator[tuple[str, str | 
             and not any(isinstance(child, nn.Embedding) for child in models[owner].children())
         )
         audio = FRAMES in inside and (PATCHES not in inside or "audio" in path.lower())
-        yield path, (FRAMES if audio else PATCHES) if projects else tower
+        if projects:
+            tower = FRAMES if audio else PATCHES
+        elif tower == TOKENS:
+            inner = around if owner is None else around[: around.index(owner)]
+            tower = _beside_towers(inner, models, towers)
+        yield path, tower
+
+
+def _beside_towers(paths: Sequence[str], models: dict[str, Any], towers: dict[str, str | None]) -> str | None:
+    """The kind of the towers in the innermost module around the first of `paths` that holds models; TOKENS for several
+    kinds, or models of the text."""
+    held = ([model for model in models if model.startswith(f"{path}.")] for path in paths)
+    holder, inside = next(((number, found) for number, found in enumerate(held) if found), (0, []))
+    kinds = {next((towers[p] for p in (model, *_parents(model)) if p in towers), TOKENS) for model in inside}
+    return kinds.pop() if holder > 0 and len(kinds) == 1 else TOKENS
 
 
 def _is_model(module: Any) -> bool:

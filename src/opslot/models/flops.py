@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
-from opslot.models._multimodal.audio import MELS, WAVEFORM
+from opslot.models._multimodal.audio import MELS, PLACED_MELS, WAVEFORM
 from opslot.models.flop_modules import FRAMES, PATCHES, TOKENS, AttentionShape, ModuleReader, Uncounted
 from opslot.slots.bind import require_module
 
@@ -228,10 +228,10 @@ def audio_lengths(batch: dict[str, Any], frames_dim: int = -1) -> list[int]:
     [N, 1, samples]."""
     if (waveforms := batch.get(WAVEFORM)) is not None:
         return [waveforms.shape[-1]] * len(waveforms)
-    features = batch.get(MELS)
+    features = batch.get(MELS, batch.get(PLACED_MELS))
     if features is None:
         return []
-    mask = batch.get("feature_attention_mask")
+    mask = batch.get("feature_attention_mask", batch.get("audio_attention_mask"))
     if mask is not None:
         return mask.sum(-1).tolist()
     return [features.shape[frames_dim]] * (len(features) if features.ndim == 3 else 1)

@@ -13,6 +13,9 @@ from opslot.models._multimodal.probe import Inputs, Probe, find_once
 
 METHOD = "get_audio_features"
 MELS, WAVEFORM = "input_features", "input_values"
+# Mel features [N, frames, mels] of a module that places features between those of the text, in a model without
+# `get_audio_features` (Phi-4 multimodal).
+PLACED_MELS = "audio_input_features"
 # Names of inputs, the last one of codes.
 _KINDS = (MELS, WAVEFORM, "audio_input_ids")
 _TOKENS = "input_ids"
@@ -126,15 +129,20 @@ class AudioInputs:
 
     def _sizes(self) -> list[int]:
         """Sizes in the configs of the encoder and the model, those of mel features first."""
-        cls = type(self._config)
-        properties = [name for name in dir(cls) if isinstance(getattr(cls, name), property)]
-        computed = {name: getattr(self._config, name, None) for name in properties}
-        named = {**self._holder.config.to_dict(), **self._config.to_dict(), **computed}
-        ordered = sorted(named.items(), key=lambda item: "mel" not in item[0] and "feat" not in item[0])
-        listed = [size for _, value in ordered for size in (value if isinstance(value, list | tuple) else [value])]
-        found = [size for size in listed if type(size) is int and 1 < size <= _LONGEST]
-        return list(dict.fromkeys([*found, *_USUAL_MELS]))
+        return feature_sizes(self._holder.config, self._config)
 
     def _lengths(self) -> list[int]:
         sizes = self._sizes()
         return sorted({*_SHORT, *sizes, *(2 * size for size in sizes if 2 * size <= _LONGEST)})
+
+
+def feature_sizes(config: Any, audio_config: Any) -> list[int]:
+    """Sizes in the configs of a model and its audio encoder that mel features may have, the likely ones first."""
+    cls = type(audio_config)
+    properties = [name for name in dir(cls) if isinstance(getattr(cls, name), property)]
+    computed = {name: getattr(audio_config, name, None) for name in properties}
+    named = {**config.to_dict(), **audio_config.to_dict(), **computed}
+    ordered = sorted(named.items(), key=lambda item: "mel" not in item[0] and "feat" not in item[0])
+    listed = [size for _, value in ordered for size in (value if isinstance(value, list | tuple) else [value])]
+    found = [size for size in listed if type(size) is int and 1 < size <= _LONGEST]
+    return list(dict.fromkeys([*found, *_USUAL_MELS]))

@@ -85,7 +85,12 @@ def meta_copy(holder: Any) -> Any:
     cls: Any = next(found, derived_from(type(holder)) or type(holder))
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(holder.config), attn_implementation="eager", dtype=torch.float32)
-    decoder = set(decoder_in(model).modules())
+    text = decoder_in(model)
+    decoder = set(text.modules())
+    # Encoders are inside of some decoders (Phi-4 multimodal).
+    for inner in decoder - {text}:
+        if hasattr(inner, "_from_config") and type(inner.config) is not type(text.config):
+            decoder = decoder - set(inner.modules())
     for module in list(model.modules()):
         if isinstance(module, nn.Embedding) and module in decoder:
             module.weight = nn.Parameter(module.weight[:1])
