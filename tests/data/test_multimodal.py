@@ -258,11 +258,44 @@ def test_columns_without_a_conversation_name_the_task(encoder_of, tmp_path):
     assert "it has query, images, and task vlm needs messages" in problem
 
 
+@pytest.mark.parametrize(
+    ("columns", "fix"),
+    [
+        (("image", "caption"), "; make caption an answer: a column messages with a user's turn"),
+        (("file_name", "text"), "; make text an answer: a column messages with a user's turn"),
+        (("image", "question", "answer"), "; rename question to prompt and answer to completion"),
+        (("image", "label"), "or texts"),
+    ],
+    ids=str,
+)
+def test_columns_without_a_conversation_get_a_hint(encoder_of, tmp_path, columns, fix):
+    _, (problem,), _ = encode(encoder_of(), write(tmp_path, dict.fromkeys(columns, "x")))
+    assert fix in problem
+
+
+def test_tag_beside_a_column_of_another_name_raises(encoder_of, tmp_path):
+    """Else the model would be trained without its images."""
+    png(tmp_path)
+    file = write(tmp_path, {"image_path": "1.png", "messages": talk(question="<image>what is it?")})
+    _, (problem,), _ = encode(encoder_of(), file)
+    assert "has no column images, image, videos, video, audios, audio; rename image_path to images" in problem
+    file = write(tmp_path, {"image_path": "1.png", "messages": talk("1.png")})
+    documents, problems, counts = encode(encoder_of(), file)
+    assert (len(documents), problems, counts) == (1, [], {})
+
+
+def test_path_in_a_text_is_counted(encoder_of, tmp_path):
+    """As the first Qwen-VL names its images."""
+    file = write(tmp_path, {"messages": talk(question="Picture 1: <img>1.png</img>what is it?")})
+    _, problems, counts = encode(encoder_of(), file)
+    assert (problems, counts) == ([], {"tag": 1})
+
+
 def test_tag_without_a_column_is_counted(encoder_of, tmp_path):
-    """The name of the column may be wrong, or the text may be about HTML."""
+    """The column may have an unknown name, or the text may be about HTML."""
     draw(tmp_path / "1.png", 1)
     turns = [{"role": "user", "content": "<image>what is it?"}, {"role": "assistant", "content": "a red circle"}]
-    file = write(tmp_path, {"image_path": "1.png", "messages": turns}, {"images": ["1.png"], "messages": turns})
+    file = write(tmp_path, {"photo": "1.png", "messages": turns}, {"images": ["1.png"], "messages": turns})
     documents, problems, counts = encode(encoder_of(), file)
     assert not problems
     assert len(documents) == 2

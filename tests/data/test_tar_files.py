@@ -30,6 +30,13 @@ def test_column_that_names_no_member_is_malformed(tmp_path):
     assert "images is 'photo.png', which is none of its files (1.png)" in problem
 
 
+@pytest.mark.parametrize("suffix", ["mp4", "m4v", "flv", "ts", "mpg"])
+def test_videos_of_a_sample(tmp_path, suffix):
+    file = write_tar(tmp_path / "a.tar", [("1.json", b"{}"), (f"1.{suffix}", b"1")])
+    ((_, record),), _ = read(file)
+    assert record["videos"] == [{"bytes": b"1", "path": f"1.{suffix}"}]
+
+
 def test_members_of_one_name_are_a_sample(tmp_path):
     messages = [{"role": "user", "content": [{"type": "audio", "audio": "b.wav"}, {"type": "image"}]}]
     file = write_tar(

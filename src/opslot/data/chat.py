@@ -127,7 +127,7 @@ class ChatEncoder(SampleEncoder):
         form = chat_columns(found.names)
         if form is None:
             has = ", ".join(found.names) or "no columns (a text file?)"
-            fix = f"; {rename}" if (rename := renames(found.names)) else ""
+            fix = f"; {rename}" if (rename := self.fix_of(found.names)) else ""
             problems.append(f"{file}: no chat data; it has {has}, and task {self.task} needs {KNOWN}{fix}")
         elif self.plain and (form[0] != "prompt" or _holds_messages(found)):
             problems.append(
@@ -136,6 +136,10 @@ class ChatEncoder(SampleEncoder):
             )
         else:
             self.columns[file] = [*form, *(name for name in self.optional if name in found.names)]
+
+    def fix_of(self, names: Sequence[str]) -> str:
+        """How to make conversations of columns that hold none; "" where unknown."""
+        return renames(names)
 
     def identity(self) -> dict[str, Any]:
         template = "none" if self.plain else f"content {digest(repr(self.tokenizer.chat_template))}"

@@ -11,6 +11,13 @@ _MESSAGES = ("conversation", "message", "dialogue", "dialog", "chat", "turns")
 _QUESTIONS = ("prompt", "query", "question", "input", "problem")
 _ANSWERS = ("completion", "response", "output", "answer", "solution")
 _SYSTEM = ("system", "system_prompt")
+_CAPTIONS = ("text", "caption", "captions", "alt_text", "txt", "description")
+# Columns that often hold the paths of media, by the column that is read.
+_MEDIA = {
+    "images": ("image_path", "image_paths", "image_file", "image_url", "image_urls", "img", "img_path", "file_name"),
+    "videos": ("video_path", "video_paths", "video_file", "video_url"),
+    "audios": ("audio_path", "audio_paths", "audio_file", "audio_url", "wav"),
+}
 
 
 def chat_columns(names: Collection[str]) -> tuple[str, ...] | None:
@@ -38,6 +45,27 @@ def renames(names: Collection[str]) -> str:
             # A prompt with a completion has no system column.
             pairs = {question: "instruction", answer: "output", system: "system"}
     return "rename " + " and ".join(f"{old} to {new}" for old, new in pairs.items() if old != new)
+
+
+def media_renames(names: Collection[str]) -> str:
+    """How to rename columns that seem to hold media; "" without any."""
+    found = {name: column for column, others in _MEDIA.items() for name in others if name in names}
+    return "rename " + " and ".join(f"{old} to {new}" for old, new in found.items()) if found else ""
+
+
+def caption_fix(names: Collection[str], media: Collection[str]) -> str:
+    """How to train on texts beside media, which answer no question; "" without both.
+
+    Args:
+        media: the columns of media that are read.
+    """
+    caption = next((name for name in _CAPTIONS if name in names), None)
+    if caption is None or not (set(media) & set(names) or media_renames(names)):
+        return ""
+    return (
+        f"make {caption} an answer: a column messages with a user's turn, such as 'Describe the image.', and "
+        f"{caption} as the assistant's turn"
+    )
 
 
 def missing_text(text_field: str, names: Collection[str], kind: str) -> str:

@@ -16,8 +16,8 @@ from opslot.data.locations import AGAIN, ByteRange, Location
 
 _COLUMNS = {
     "images": ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff", "avif"),
-    "videos": ("mp4", "mkv", "avi", "mov", "webm", "gif"),
-    "audios": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
+    "videos": ("mp4", "m4v", "mkv", "avi", "mov", "webm", "flv", "ts", "mpg", "mpeg", "wmv", "gif"),
+    "audios": ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
 }
 _COLUMN_OF = {suffix: column for column, suffixes in _COLUMNS.items() for suffix in suffixes}
 

@@ -256,7 +256,7 @@ def _described(corpora: list[TokenCorpus], samples: str) -> str:
     counts: Counter[str] = sum((corpus.sample_counts() for corpus in corpora), Counter())
     done = {
         "truncated": "cut to data.max_seq_len",
-        "tag": "with <image>, <video> or <audio> as text, which stands for none of a column",
+        "tag": "with <image>, <video>, <audio> or <img> as text, which stands for none of a column",
         "unnamed media": "with the media of columns at the start of the first user's turn, for lack of tags",
     }
     return "".join(f"; {count:,} {samples} {done.get(what, f'left out: {what}')}" for what, count in counts.items())

@@ -15,6 +15,8 @@ from opslot.data.multimodal.media import KINDS, MediaError
 # Columns that hold the media of all messages in their order, as LLaMA-Factory, ms-swift and TRL read them.
 COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 _TAG = re.compile(r"<(image|video|audio)>")
+# As the first Qwen-VL names an image in a text.
+_PATH_TAG = re.compile(r"<img>[^<>\n]+</img>")
 # Whose turns the columns of texts are.
 _SPEAKER = {"prompt": "user", "completion": "assistant"}
 _SOURCES = ("path", "url", "bytes", "base64", "array", "frames", "file")
@@ -93,10 +95,10 @@ def _put_first(messages: list[Message], queues: dict[str, _Column]) -> list[tupl
 
 
 def has_unused_tag(messages: Sequence[Message]) -> bool:
-    """Whether <image>, <video> or <audio> is text in a user's turn."""
+    """Whether <image>, <video>, <audio> or <img>PATH</img> is text in a user's turn."""
     users = [message for message in messages if message.get("role") == "user"]
     texts = [*(message.get("content") for message in users), *(part.get("text") for part in _parts(users))]
-    return any(isinstance(text, str) and _TAG.search(text) for text in texts)
+    return any(isinstance(text, str) and (_TAG.search(text) or _PATH_TAG.search(text)) for text in texts)
 
 
 def _column(record: Mapping[str, Any], kind: str) -> list[Any] | None:

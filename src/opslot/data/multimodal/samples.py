@@ -21,6 +21,7 @@ import torch
 from opslot._base.errors import DataError
 from opslot._base.source import forward_source, source_of
 from opslot.data.chat import ChatEncoder, Rendered
+from opslot.data.chat_columns import caption_fix, media_renames
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
 from opslot.data.messages import Message
@@ -41,7 +42,7 @@ from opslot.data.multimodal.processor_call import (
     videos_as_images,
 )
 from opslot.data.multimodal.rope_positions import RopePositions
-from opslot.data.records import Location
+from opslot.data.records import Location, columns_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -80,6 +81,8 @@ class MultimodalEncoder(ChatEncoder):
         **options: Any,
     ) -> None:
         self.processor: Any = processor
+        # Of files without columns of media, how to rename those that seem to hold some.
+        self._renames: dict[Path, str] = {}
         self._takes_frame_rate = source_has(type(processor), "video_second_per_grid")
         super().__init__(self.processor.tokenizer, max_seq_len, **options)
         self.config = config
@@ -92,6 +95,15 @@ class MultimodalEncoder(ChatEncoder):
         self.has_prefix = "suffix" in inspect.signature(type(processor).__call__).parameters or source_has(
             type(processor), 'pop("suffix"'
         )
+
+    def inspect(self, file: Path, format: str, problems: list[str]) -> None:
+        super().inspect(file, format, problems)
+        found = columns_in(file, format, []) if file in self.columns else None
+        if found is not None and not set(found.names) & set(COLUMNS):
+            self._renames[file] = media_renames(found.names)
+
+    def fix_of(self, names: Sequence[str]) -> str:
+        return super().fix_of(names) or caption_fix(names, COLUMNS)
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -109,6 +121,9 @@ class MultimodalEncoder(ChatEncoder):
             raise SampleError(str(error)) from error
         rendered = self._render_record(record, form)
         tagged = any(has_unused_tag(sample.messages) for sample in rendered)
+        rename = self._renames.get(where.file)
+        if tagged and rename and not any(record.get(column) for column in COLUMNS):
+            raise SampleError(f"its text has tags of media, and it has no column {', '.join(COLUMNS)}; {rename}")
         notes = [name for name, holds in (("tag", tagged), ("unnamed media", is_unnamed)) if holds]
         # A record counts once, whatever its number of samples.
         return [(*self._document(where, each, media), notes if each is rendered[0] else []) for each in rendered]
