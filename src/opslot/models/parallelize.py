@@ -262,8 +262,12 @@ def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) 
             )
         counts = {name: len(parameter) for name, parameter in module.named_parameters(recurse=False)}
         if len(set(counts.values())) > 1:
-            found = ", ".join(f"{count} in {name}" for name, count in counts.items())
-            raise ConfigError(f"{path} cannot be sharded over ep ranks: its experts are {found}", hint="set ep to 1")
+            # Equal parts would hold different experts. LongCat's gates have rows for experts that return their input.
+            raise ConfigError(
+                f"{path} cannot be sharded over ep ranks: its weights have different numbers of experts",
+                found=", ".join(f"{count} in {name}" for name, count in counts.items()),
+                hint="set ep (train.ep_size) to 1; FSDP2 shards these weights too",
+            )
         check_module = KERNEL_REGISTRY.op(op_name).variant(variant).check_module
         if check_module and (problem := check_module(module)):
             raise ConfigError(f"{path} cannot be sharded over ep ranks: {problem}", hint="set ep to 1")
