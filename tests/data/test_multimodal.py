@@ -344,7 +344,13 @@ def bad_samples(folder):
             {"role": "user", "content": [audio]},
             {"role": "assistant", "content": "a"},
         ],
-        "rejects it": talk("1.png", question="<|image_pad|> what?"),
+        "a message has <|image_pad|>, which the chat template adds for each image: write <image> instead": talk(
+            "1.png", question="<|image_pad|> what?"
+        ),
+        "it has <image_00>; give a list of sources, and <image> in the text for each": [
+            {"role": "user", "content": [{"type": "image", "image": {"<image_00>": "1.png"}}]},
+            {"role": "assistant", "content": "a"},
+        ],
         "has no source": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "a"}],
         "unknown part type 'picture'": [
             {"role": "user", "content": [{"type": "picture"}]},
@@ -361,7 +367,8 @@ def bad_samples(folder):
         "gone.png cannot be read",
         "https://a.b/c.png is not downloaded",
         "has audio, which Qwen3VLProcessor cannot process",
-        "rejects it",
+        "a message has <|image_pad|>, which the chat template adds for each image: write <image> instead",
+        "it has <image_00>; give a list of sources, and <image> in the text for each",
         "has no source",
         "unknown part type 'picture'",
     ],

@@ -220,9 +220,11 @@ def value_of(source: Any) -> Any:
     if isinstance(source, Mapping):
         key = next((key for key in _KEYS if source.get(key) is not None), None)
         if key is None:
-            raise MediaError(
-                f"a source has none of {', '.join(_KEYS)}; it has {', '.join(map(str, source)) or 'nothing'}"
-            )
+            has = ", ".join(map(str, source)) or "nothing"
+            # MiniCPM-V's numbered images.
+            is_named = any(str(name).startswith("<") for name in source)
+            fix = "; give a list of sources, and <image> in the text for each" if is_named else ""
+            raise MediaError(f"a source has none of {', '.join(_KEYS)}; it has {has}{fix}")
         if key == "base64" and not str(source[key]).startswith("data:"):
             return f"data:;base64,{source[key]}"
         # A member of a tar file, in place of its name.
@@ -269,7 +271,8 @@ def _bytes_of(value: Any, folder: Path) -> bytes:
     except (OSError, ValueError, RuntimeError) as error:
         hint = "" if len(value) < _LONGEST_SHOWN else '; give base64 text as {"base64": ...} or a data: URI'
         reason = "not Unicode" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
-        raise MediaError(f"{shown} cannot be read ({reason}); relative paths start at {folder}{hint}") from error
+        start = f"relative paths start at {folder} (data.media_dir)"
+        raise MediaError(f"{shown} cannot be read ({reason}); {start}{hint}") from error
 
 
 def _path(value: str, folder: Path) -> Path:

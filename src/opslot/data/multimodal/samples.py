@@ -324,11 +324,22 @@ class MultimodalEncoder(ChatEncoder):
         try:
             outputs = self._call(recorder, description["text"], loaded)
         except REJECTED as error:
-            raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
+            fix = self._surplus(description["text"], description["media"])
+            raise SampleError(f"{type(self.processor).__name__} rejects it: {error}{fix}") from error
         finally:
             self.processor.tokenizer = self.tokenizer
         found = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         return found, recorder.text
+
+    def _surplus(self, text: str, media: Sequence[Sequence[Any]]) -> str:
+        """What to write instead of placeholders in messages, for an error; "" where they have none."""
+        for kind in KINDS:
+            token = getattr(self.processor, f"{kind}_token", None)
+            if not isinstance(token, str) or not token or token == f"<{kind}>":
+                continue
+            if text.count(token) > sum(known == kind for known, _ in media):
+                return f"; a message has {token}, which the chat template adds for each {kind}: write <{kind}> instead"
+        return ""
 
     def _call(self, tokenizer: Any, text: str, loaded: Loaded) -> Any:
         """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
