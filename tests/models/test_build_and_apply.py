@@ -8,10 +8,12 @@ import pickle
 import pytest
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.models._config_values import check_values
+from opslot.verify.tiny import tiny_config
 from tests.models.plain import PREFIX, config_of, original
 
 ARCHES = ("llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe")
@@ -415,6 +417,21 @@ def test_meta_models_are_bound_for_the_local_device():
     model = opslot.build_foundation_model(config_of("qwen3_moe"), init_device="meta")
     assert all(p.is_meta for p in model.parameters())
     assert len(opslot.explain(model)) >= 5
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_next", "mamba2"])
+def test_bound_models_run_on_meta(arch):
+    """As Transformers' do, for example to count FLOPs."""
+    config = tiny_config(arch)
+    config.mlp_only_layers = list(range(config.num_hidden_layers))
+    model = AutoModelForCausalLM.from_config(config)
+    opslot.apply(model)
+    model.to("meta")
+    ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert loss.is_meta
+    assert all(p.grad.is_meta for p in model.parameters())
 
 
 def test_each_model_in_a_module_gets_its_attention():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -58,6 +59,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context that turns autocast off on the device of `x`; devices without autocast, such as meta, need none."""
+    device = x.device.type
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def upcast(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import reject, require_shapes
+from opslot.ops._common.arguments import reject, require_shapes, without_autocast
 from opslot.ops._common.chunk_schedule import ChunkSchedule, step_slices
 from opslot.ops._common.contract import takes
 from opslot.ops._common.documents import check_cu_seqlens, one_row
@@ -114,7 +114,7 @@ def reference(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
     if initial_state is not None:
         state = initial_state.to(dtype)[plan.order]
     # Autocast would round the operands of every matmul, and so the states between chunks.
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         out_NHTV, state = _scan(q_NHTK, k_NHTK, v, log_decay, rate, state, plan.active)
     out = plan.tokens(out_NHTV).view(value.shape).to(query.dtype)
     return out, state[plan.order.argsort()] if want_state else None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opslot.ops._common.arguments import reject, require_shapes
+from opslot.ops._common.arguments import reject, require_shapes, without_autocast
 from opslot.ops._common.chunk_schedule import ChunkSchedule, step_slices
 from opslot.ops._common.contract import takes
 from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_document_hooks
@@ -111,7 +111,7 @@ def reference(given: Scan) -> Tensor | tuple[Tensor, Tensor]:
     if initial_states is not None:
         state = initial_states.to(dtype)[plan.order]
     # Autocast would round the operands of every matmul, and so the states between chunks.
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         out_NHTP, state = scan(x_NHTP * dt_NHT1, log_decay, B_NGTS, C_NGTS, state, plan.active)
     out = plan.tokens(out_NHTP).view(x.shape)
     if D is not None:

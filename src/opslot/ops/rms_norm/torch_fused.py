@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.arguments import in_one_dtype, reject, upcast
+from opslot.ops._common.arguments import in_one_dtype, reject, upcast, without_autocast
 from opslot.ops._common.custom_op import once_differentiable
 
 _LABEL = "rms_norm_implementation='torch_fused'"
@@ -54,7 +54,7 @@ class _RMSNorm(torch.autograd.Function):
         product = dy * x
         dx = dweight = None
         # Autocast would run the matmul in 16 bits.
-        with torch.autocast(dout.device.type, enabled=False):
+        with without_autocast(dout):
             along = torch.matmul(product, scale)
         along = along.unsqueeze(-1).mul_(rstd.pow(3)).div_(-width)
         if ctx.needs_input_grad[1]:
