@@ -9,6 +9,7 @@ import pytest
 
 from opslot.cli import main
 from opslot.patchgen.engine import generate
+from opslot.patchgen.fingerprint import fingerprint
 from opslot.patchgen.materialization import require_patch
 from opslot.patchgen.source import installed_release
 from opslot.patchgen.writing import patch_source
@@ -36,6 +37,21 @@ def test_command(tmp_path, capsys):
 
     assert main(["discover", "xlm"]) == 1
     assert "no code that opslot has a form of" in capsys.readouterr().out
+
+
+def test_fingerprints_are_those_that_rows_of_forms_take(capsys):
+    assert main(["discover", "doge", "--fingerprints", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["fingerprints"]
+    assert found.keys() == {"DogeAttention.forward", "DogeAttention.prepare_dynamic_mask", "load_balancing_loss_func"}
+    upstream = installed_release().module("transformers.models.doge.modeling_doge")
+    assert found == {name: fingerprint(upstream.require(name).text) for name in found}
+
+    assert main(["discover", "doge", "--fingerprints"]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [list(row) for row in found.items()] == shown[-3:]
+
+    assert main(["discover", "--all", "--fingerprints"]) == 2
+    assert "--fingerprints and -o are for one architecture" in capsys.readouterr().err
 
 
 def test_command_verifies_a_tiny_model(capsys):

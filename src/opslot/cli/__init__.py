@@ -270,6 +270,11 @@ def _add_discover(add: _Add) -> None:
     )
     discover.add_argument("--device", help="check auto and packed there, e.g. on cuda; default cpu")
     discover.add_argument("--dtype", help="check auto and packed in it, e.g. in bfloat16; default float32")
+    discover.add_argument(
+        "--fingerprints",
+        action="store_true",
+        help="also the fingerprints of the functions and methods that are skipped",
+    )
     discover.add_argument("-o", "--output", metavar="FILE", help="write the equivalent patch file")
     discover.add_argument("--json", action="store_true", help="print JSON")
 

@@ -17,6 +17,7 @@ from opslot.models._registry import folder_of_models
 from opslot.models.discovery import Discovery, discover, find_patch
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
+from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.source import architecture_from, installed_release, is_elsewhere, modeling_module
 from opslot.patchgen.writing import patch_source
 from opslot.slots import format_table
@@ -39,12 +40,14 @@ def run(options: argparse.Namespace) -> int:
         what = f"{name} and --all exclude each other" if options.every else "no architecture named"
         raise ConfigError(what, hint="name one, e.g. `opslot discover mistral`, or give --all")
     if options.every:
-        if options.verify or wanted or output:
-            what = "--verify, --checks, --device, --dtype and -o are for one architecture"
+        if options.verify or wanted or output or options.fingerprints:
+            what = "--verify, --checks, --device, --dtype, --fingerprints and -o are for one architecture"
             raise ConfigError(what, hint="name it instead of --all")
         return _all(options.json)
     arch, config = _arch_of(name, options.trust_remote_code)
     report = _report_of(arch)
+    if options.fingerprints:
+        report["fingerprints"] = _fingerprints(arch, [row["symbol"] for row in report["skipped"]])
     if output and not report["problem"]:
         _write(arch, output)
     if not options.json:
@@ -182,6 +185,19 @@ def _report_of(arch: str) -> dict[str, Any]:
     return report
 
 
+def _fingerprints(arch: str, symbols: list[str]) -> dict[str, str]:
+    """The fingerprints of functions, and of the methods of classes, but `__init__`, by name."""
+    release = installed_release()
+    module = release.module(modeling_module(arch))
+    found: dict[str, str] = {}
+    for view in map(ModuleView, [module, *map(release.module, module.parts)]):
+        for name in view.upstream.definitions:
+            owner, _, method = name.partition(".")
+            if not {name, owner}.isdisjoint(symbols) and name not in view.classes and method != "__init__":
+                found[name] = view.fingerprint(name) or ""
+    return found
+
+
 def _report(found: Discovery) -> dict[str, Any]:
     try:
         problem = ""
@@ -209,6 +225,8 @@ def _table(report: dict[str, Any]) -> str:
         rows = [(row["symbol"], row["op"], row["reason"]) for row in report["skipped"]]
         kept = "its own" if elsewhere else "Transformers'"
         parts += ["", *format_table((f"skipped ({kept} implementation)", "op", "because it"), rows)]
+    if report.get("fingerprints"):
+        parts += ["", *format_table(("skipped", "fingerprint"), list(report["fingerprints"].items()))]
     if report["problem"]:
         parts += ["", f"The module cannot be generated with these slots:\n{report['problem']}"]
     return "\n".join(parts)
