@@ -117,12 +117,11 @@ class MediaDemo:
             user, wanted = sample["messages"][0], sample["messages"][-1]["content"]
             right += given == wanted
             pictures = "".join(self.show(output / "data" / name) for name in _files(sample))
-            note = "" if given == wanted else f" <s>{html.escape(wanted)}</s>"
             kind = "right" if given == wanted else "wrong"
-            cards.append(
-                f'<div class="card {kind}">{pictures}<p>{html.escape(_text(user))}</p>'
-                f"<b>{html.escape(given)}</b>{note}</div>"
-            )
+            answer = f"<b>{html.escape(wanted)}</b>"
+            if given != wanted:
+                answer = f"<s>{html.escape(given)}</s> {answer}"
+            cards.append(f'<div class="card {kind}">{pictures}<p>{html.escape(_text(user))}</p>{answer}</div>')
         plot = picture(curve, "curve") if curve.is_file() else ""
         page = output / "index.html"
         write_text(
@@ -138,8 +137,8 @@ body {{ font: 15px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 70re
 .curve {{ max-width: 100% }}
 </style>
 <h1>{html.escape(self.title)}</h1>
-<p>{right} of {len(samples)} held-out questions are answered right. Wrong answers are marked red, with the right one
-struck through beside them.</p>
+<p>{right} of {len(samples)} held-out questions are answered right. Wrong answers are struck through, with the right
+one beside them.</p>
 {plot}
 <div class="cards">{"".join(cards)}</div></html>
 """,

@@ -328,5 +328,9 @@ def test_demo_configuration_is_valid(tmp_path):
     sample = demo._sample(random.Random(1), tmp_path / "data" / "media", "x")
     names = [part["audio"] for part in sample["messages"][0]["content"] if part["type"] == "audio"]
     assert load_audio(names[0], tmp_path / "data", 16_000).std() > 0.05
-    page = demo.DEMO.write_page(tmp_path, [sample], ["C"], tmp_path / "none.png").read_text()
+    right = sample["messages"][-1]["content"]
+    page = demo.DEMO.write_page(tmp_path, [sample, sample], [right, "Z"], tmp_path / "none.png").read_text()
     assert "data:audio/wav;base64," in page
+    assert "1 of 2 held-out questions are answered right" in page
+    assert f"</p><b>{right}</b></div>" in page
+    assert f"</p><s>Z</s> <b>{right}</b></div>" in page
