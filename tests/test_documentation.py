@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from opslot.cli import _parser, main
 from opslot.trainer.config import RunConfig
 from opslot.trainer.parse import _leaf_types, load_config
+from opslot.trainer.prompts import MEDIA_PROMPT
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "examples/README.md"]
@@ -57,6 +59,18 @@ def test_options_and_fields_exist():
             if field not in sections and not field.startswith("model.ops_implementation."):
                 unknown.append(f"{document.name}: {field}")
     assert unknown == []
+
+
+def test_yaml_in_the_documentation_is_valid():
+    blocks = [
+        (document.name, block)
+        for document in DOCUMENTS
+        for block in re.findall(r"^```yaml\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    assert len(blocks) >= 4
+    for name, block in blocks:
+        assert isinstance(yaml.safe_load(block), dict), name
+    assert yaml.safe_load(MEDIA_PROMPT) == {"text": "How many circles?", "images": ["shapes.png"]}
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda file: file.stem)

@@ -11,7 +11,7 @@ PromptValue = str | Mapping[str, Any]
 
 _KINDS = {"images": "image", "videos": "video", "audios": "audio"}
 # How a prompt with media looks, for errors.
-MEDIA_PROMPT = "{text: How many circles?, images: [shapes.png]}"
+MEDIA_PROMPT = '{text: "How many circles?", images: [shapes.png]}'
 
 
 @dataclass(frozen=True)
