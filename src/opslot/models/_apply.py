@@ -122,7 +122,9 @@ def _report_unread(model: Any) -> None:
 
 @cache
 def _warn_of_unread(problem: str) -> None:
-    logger.warning("%s; it keeps its own code, and has no kernels except in slots that it declares with OpSlot", problem)
+    logger.warning(
+        "%s; it keeps its own code, and has no kernels except in slots that it declares with OpSlot", problem
+    )
 
 
 def _give_class(module: Any, old: type, new: type) -> None:

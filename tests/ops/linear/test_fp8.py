@@ -7,6 +7,7 @@ import opslot
 from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
 from opslot.ops.linear import fp8
+from opslot.ops.linear.op import OP
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
 from opslot.verify.tiny import tiny_config
 
@@ -38,6 +39,26 @@ def test_preset_binds_linear_layers_without_heads_and_routers():
     linears = {path for path, m in model.named_modules() if type(m) is nn.Linear}
     assert set(row.modules) == linears - {"lm_head"}
     assert not any("router" in path or path.endswith("mlp.gate") for path in row.modules)
+
+
+def test_projections_to_or_from_few_values_keep_their_dtype():
+    """Such as the decays of a gated delta net, which are exponentiated, and LoRA."""
+    config = tiny_config("qwen3_5_text")
+    config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads = 96, 2, 6
+    config.linear_key_head_dim = config.linear_value_head_dim = 16
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE)
+    opslot.apply(model, "fp8")
+    (row,) = [row for row in opslot.explain(model) if row.op == "linear"]
+    layer = "model.layers.0.linear_attn"
+    assert {f"{layer}.in_proj_qkv", f"{layer}.in_proj_z", f"{layer}.out_proj"} <= set(row.modules)
+    assert not {f"{layer}.in_proj_a", f"{layer}.in_proj_b"} & set(row.modules)
+    for inputs, outputs, variant in [
+        (4096, 32, "head"),
+        (16, 4096, "head"),
+        (4096, 1, "head"),
+        (4096, 128, "standard"),
+    ]:
+        assert OP.applies_to(nn.Linear(inputs, outputs, device="meta"), None) == variant
 
 
 class _Net(nn.Module):

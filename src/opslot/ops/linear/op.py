@@ -1,7 +1,8 @@
 """Linear layers and other multiplications by a module's own weight, such as a router's: contract and binding.
 
 Variants: `standard` is linear layers, `unaligned` those with sizes that are not multiples of 16 bytes in 16-bit dtypes,
-`head` those whose precision decides: output heads, and modules such as routers that multiply by a separate weight.
+`head` those whose precision decides: output heads, modules such as routers that multiply by a separate weight, and
+projections to few values, such as the decays of a gated delta net, or from few, such as those of LoRA.
 
 `auto` selects kernels for `unaligned` alone and leaves other modules as they are. Where a kernel is selected, a linear
 layer calls it instead of its forward, and another module that multiplies by its own matrices runs its forward with
@@ -73,11 +74,21 @@ def _applies_to(module: nn.Module, config: Any) -> str | None:
     cls: Any = type(module)
     if _is_plain(module):
         weight: Any = module.weight
-        if weight.shape[0] in _head_sizes(config):
+        if weight.shape[0] in _head_sizes(config) or _is_narrow(weight):
             return "head"
         return "unaligned" if is_unaligned(weight) else "standard"
     has_matrix = any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
     return "head" if has_matrix and _multiplies(cls) else None
+
+
+# Of a narrow projection: the most inputs or outputs, and how many times more it has of the others.
+_NARROW, _RATIO = 64, 16
+
+
+def _is_narrow(weight: Tensor) -> bool:
+    """Whether a projection has few inputs or outputs. Its time is that of reading the others, in any precision."""
+    few, many = sorted(weight.shape)
+    return few <= _NARROW and many >= _RATIO * few
 
 
 def _head_sizes(config: Any) -> set[int | None]:
@@ -159,7 +170,12 @@ def _variant(name: str, cases: list[InputCase], where: str, config_field: str | 
 _VARIANTS = (
     _variant("standard", CASES, "in linear layers"),
     _variant("unaligned", UNALIGNED_CASES, "with sizes that are not multiples of 16 bytes"),
-    _variant("head", CASES[:3], "in output heads and routers", "linear_head_implementation"),
+    _variant(
+        "head",
+        CASES[:3],
+        "in output heads, routers and projections to or from few values",
+        "linear_head_implementation",
+    ),
 )
 
 
