@@ -9,7 +9,7 @@ change of the model's code, so it works with every release.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -159,6 +159,8 @@ class _HostInputs(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _is_on_device_alone(args) and _is_on_device_alone(kwargs.values()) and function not in _FACTORIES:
+            return function(*args, **kwargs)
         if function is Tensor.to and _on_host(args[0]):
             # Stays on the host until an operation needs it on the device.
             args = [args[0], *(a for a in args[1:] if not isinstance(a, torch.device | str))]
@@ -183,6 +185,17 @@ class _HostInputs(TorchFunctionMode):
         if device is not None:
             args, kwargs = _mapped(args, device), _mapped(kwargs, device)
         return function(*args, **kwargs)
+
+
+def _is_on_device_alone(values: Iterable[Any]) -> bool:
+    """Whether no value is a tensor of the host or may hold one, as of most calls."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_cpu:
+                return False
+        elif isinstance(value, list | tuple | Mapping):
+            return False
+    return True
 
 
 def _on_host(value: Any) -> bool:
