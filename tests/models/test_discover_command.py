@@ -123,7 +123,10 @@ def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatc
     [
         ([], "no architecture named"),
         (["mistral", "--all"], "mistral and --all exclude each other"),
-        (["--all", "--verify"], "--verify, --checks, --device, --dtype and -o are for one architecture"),
+        (
+            ["--all", "--verify"],
+            "--verify, --checks, --device, --dtype, --fingerprints and -o are for one architecture",
+        ),
         (["mistrall"], "has no architecture 'mistrall'\n  hint: did you mean mistral"),
         (["nougat"], "has no model class for model_type 'nougat'"),
         (["{folder}"], "is not a config.json with a model_type"),

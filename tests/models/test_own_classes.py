@@ -152,7 +152,9 @@ def test_classes_without_their_source_keep_their_code(caplog, monkeypatch):
     model = model_of(SparrowForCausalLM)
     model.extra = namespace["Norm"]()
     opslot.apply(model)
-    expected = "Norm is not a class at the top level of the module a_notebook; it keeps its own code, without kernels"
+    expected = (
+        "Norm is not a class at the top level of the module a_notebook; it keeps its own code, and has no kernels"
+    )
     assert expected in caplog.text
     assert type(model.extra) is namespace["Norm"]
 
