@@ -66,6 +66,9 @@ class _Recorder:
     def __init__(self, cache: Any, launches: list[tuple[Any, tuple[Any, ...]]]) -> None:
         self.cache, self.launches, self.thread = cache, launches, threading.get_ident()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
     def __contains__(self, key: Hashable) -> bool:
         return key in self.cache
 
