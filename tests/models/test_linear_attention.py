@@ -232,7 +232,7 @@ def test_seq_idx_separates_documents_without_cu_seq_lens():
 
 
 @pytest.mark.parametrize("arch", ["olmo_hybrid", "kimi_linear"])
-def test_convolution_without_a_cache_is_followed_by_no_slice(arch):
+def test_output_of_convolution_is_not_sliced_without_a_cache(arch):
     """Its backward would write the gradient into another tensor, with other strides."""
     model = random_model(tiny_config(arch), torch.float32)
     opslot.apply(model, "auto")

@@ -159,7 +159,7 @@ class _HostInputs(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_on_device_alone(args) and _is_on_device_alone(kwargs.values()) and function not in _FACTORIES:
+        if _has_no_host_tensor(args) and _has_no_host_tensor(kwargs.values()) and function not in _FACTORIES:
             return function(*args, **kwargs)
         if function is Tensor.to and _on_host(args[0]):
             # Stays on the host until an operation needs it on the device.
@@ -187,8 +187,8 @@ class _HostInputs(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _is_on_device_alone(values: Iterable[Any]) -> bool:
-    """Whether no value is a tensor of the host or may hold one, as of most calls."""
+def _has_no_host_tensor(values: Iterable[Any]) -> bool:
+    """Whether no value is a tensor on the host, or may hold one, as in most calls."""
     for value in values:
         if isinstance(value, Tensor):
             if value.is_cpu:

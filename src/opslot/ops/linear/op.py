@@ -86,7 +86,7 @@ _NARROW, _RATIO = 64, 16
 
 
 def _is_narrow(weight: Tensor) -> bool:
-    """Whether a projection has few inputs or outputs. Its time is that of reading the others, in any precision."""
+    """Whether a projection has few inputs or outputs, so that a lower precision would not make it faster."""
     few, many = sorted(weight.shape)
     return few <= _NARROW and many >= _RATIO * few
 

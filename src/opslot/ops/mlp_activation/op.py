@@ -1,8 +1,8 @@
 """Activations of Transformers that torch computes in several launches: contract, references, costs and binding.
 
 They are modules of `transformers.activations`, mostly of MLPs without a gate, whose classes have no slots. Projections
-keep their forward, so LoRA, FP8 and tensor parallelism work as in Transformers. Gated MLPs and experts do not call
-them, where they have kernels of their own.
+keep their forward, so LoRA, FP8 and tensor parallelism work as in Transformers. Gated MLPs and experts with kernels of
+their own do not call them.
 
 Shapes: `x` [..., I] with any strides. Returns [..., I].
 """
