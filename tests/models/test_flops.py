@@ -311,6 +311,7 @@ def test_encoders_without_gradients_have_no_backward():
     assert opslot.count_flops(model, [], frames=[48_000]).backward == 0
 
 
+@pytest.mark.quick("1203")
 @pytest.mark.parametrize("frames", [800, 1203, 3000])
 def test_encoder_of_a_module_that_places_its_features(frames):
     """Phi-4 multimodal has no method for the features of audio, and an encoder inside of its decoder."""
