@@ -7,6 +7,7 @@ import torch
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot.bench.ops import call_sites_of
 from opslot.verify.random_model import class_of
 from opslot.verify.tiny import tiny_config
 
@@ -110,3 +111,10 @@ def test_replaced_forward_of_an_activation_is_kept():
     assert act.forward is torch.sigmoid
     opslot.restore(model)
     assert act.forward is torch.sigmoid
+
+
+def test_tuning_measures_activations_at_the_width_of_the_mlp():
+    model = original_of("arcee")
+    (site,) = [site for site in call_sites_of(model, torch.device("cpu"), torch.float32) if site.op == "mlp_activation"]
+    assert site.variant == "relu2"
+    assert dict(site.shape) == {"width": model.config.intermediate_size}

@@ -21,27 +21,9 @@ class Library:
 
         def forward(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, out, lse, scale, window=(None, None)):
             self.calls.append("forward")
-            self._launch(
-                self._flash_attn_fwd,
-                "fwd",
-                self.forward_kernel,
-                q.detach().clone() if copies else q.detach(),
-                k,
-                v,
-                out.detach(),
-                lse,
-                scale,
-                cu_seqlens_q,
-                cu_seqlens_k,
-                None,
-                None,
-                None,
-                *window,
-                None,
-                None,
-                None,
-                *extra,
-            )
+            tensors = (q.detach().clone() if copies else q.detach(), k, v, out.detach(), lse)
+            rest = (scale, cu_seqlens_q, cu_seqlens_k, *[None] * 3, *window, *[None] * 3, *extra)
+            self._launch(self._flash_attn_fwd, "fwd", self.forward_kernel, *tensors, *rest)
 
         def preprocess(*args):
             self._launch(self._bwd_preprocess, "pre", self.preprocess_kernel, *args)
@@ -55,31 +37,8 @@ class Library:
             sums = {"dq": torch.empty(q.shape), "dk": torch.zeros(k.shape), "dv": torch.zeros(v.shape)}
             preprocess(out, dout, dpsum, lse, lse_log2, sums["dq"], None, None, dlse)
             own = [sums["dk"], sums["dv"]] if self.grouped else [dk, dv]
-            self._launch(
-                self._flash_attn_bwd,
-                "bwd",
-                self.backward_kernel,
-                q.detach(),
-                k,
-                v,
-                dout,
-                lse_log2,
-                dpsum,
-                sums["dq"],
-                *own,
-                scale,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-            )
+            tensors = (q.detach(), k, v, dout, lse_log2, dpsum, sums["dq"], *own)
+            self._launch(self._flash_attn_bwd, "bwd", self.backward_kernel, *tensors, scale, *[None] * 11)
             postprocess(sums["dq"], dq, scale, None, None)
             if self.grouped:
                 postprocess(sums["dk"], dk, scale, None, None)

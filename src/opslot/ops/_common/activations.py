@@ -28,11 +28,13 @@ def limit_has_gradient() -> bool:
 Activation = str | Callable[[Tensor], Tensor]
 
 
-def _relu2(x: Tensor) -> Tensor:
+def relu2(x: Tensor) -> Tensor:
+    """Squared ReLU (So et al. 2021), in the dtype of `x`."""
     return torch.square(F.relu(x))
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -40,9 +42,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
-    "relu2": _relu2,
+    "relu2": relu2,
 }
 
 # Names of classes and functions, because ops do not import Transformers. The tanh approximations of GELU differ in

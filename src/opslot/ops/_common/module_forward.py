@@ -38,7 +38,7 @@ class ModuleForward:
 
     def replaced_by_others(self, module: Any) -> str | None:
         """Why a module runs more than the forward of its class, or None."""
-        forward = getattr(module, "__dict__", {}).get("forward")
+        forward = module.__dict__.get("forward")
         if forward is None or getattr(forward, "func", None) is self.call:
             return None
         return "the forward of the module was replaced"

@@ -8,6 +8,7 @@ Shapes: B batch, S tokens, N query heads, K key/value heads, D head size, T pack
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,13 +38,12 @@ def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, T
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     outputs = dict(zip(("out", "lse"), _allocate(q, k, v), strict=True))
-    named = dict(zip(_OPTIONS, options, strict=True))
     inputs = _inputs(q, k, v, *options[:2])
     _FORWARD.call(
         key_of(inputs, options[2:4], options[4:]),
         inputs,
         outputs,
-        lambda: _INTERFACE._flash_attn_fwd(q, k, v, return_lse=True, **outputs, **named),
+        lambda: _INTERFACE._flash_attn_fwd(q, k, v, return_lse=True, **outputs, **_named(options)),
     )
     return outputs["out"], outputs["lse"]
 
@@ -52,7 +52,6 @@ def _launch_backward(dout: Tensor | None, dlse: Tensor | None, *arguments: Any) 
     """Gradients of q, k and v."""
     q, k, v, *boundaries, out, lse = arguments[:7]
     options = (*boundaries, *arguments[7:-3])
-    named = dict(zip(_OPTIONS, options, strict=True))
     dout = torch.zeros_like(out) if dout is None else dout
     inputs = {**_inputs(q, k, v, *boundaries), "out": out, "lse": lse, "dout": dout, "dlse": dlse}
     gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in ("q", "k", "v")}
@@ -60,9 +59,13 @@ def _launch_backward(dout: Tensor | None, dlse: Tensor | None, *arguments: Any) 
         key_of(inputs, options[2:4], options[4:]),
         inputs,
         gradients,
-        lambda: _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **gradients, **named),
+        lambda: _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **gradients, **_named(options)),
     )
     return tuple(gradients.values())
+
+
+def _named(options: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(_OPTIONS, options, strict=True))
 
 
 def _inputs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +58,12 @@ def cases(case: CaseOf) -> list[InputCase]:
         case("16384x21504", (16384, 21504), role="bench"),
         case("8192x14336", (8192, 14336), role="bench"),
     ]
+
+
+def benchmark_case(case: CaseOf, shape: Mapping[str, int], tokens: int) -> InputCase:
+    """A case worth timing, of so many tokens."""
+    width = shape["width"]
+    return case(f"{tokens}x{width}", (tokens, width), role="bench")
 
 
 XIELU_CASES = [

@@ -9,6 +9,7 @@ Shapes: `x` [..., I] with any strides. Returns [..., I].
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,25 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opslot.ops._common.activations import quick_gelu, relu2
 from opslot.ops._common.cost import elementwise_cost
+from opslot.ops._common.model_config import sizes_of, text_config
 from opslot.ops._common.module_forward import ModuleForward
-from opslot.ops.mlp_activation.cases import XIELU_CASES, CaseOf, cases, of_x, of_xielu
-from opslot.slots import InputCase, OpSpec, OpVariant
-
-
-def relu2(x: Tensor) -> Tensor:
-    """Squared ReLU (So et al. 2021), in the dtype of `x`."""
-    return torch.square(F.relu(x))
+from opslot.ops.mlp_activation.cases import XIELU_CASES, CaseOf, benchmark_case, cases, of_x, of_xielu
+from opslot.slots import InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU by tanh (Hendrycks and Gimpel 2016), in the steps of `NewGELUActivation`."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
-    return x * torch.sigmoid(1.702 * x)
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
@@ -72,12 +65,18 @@ def _applies_to(module: nn.Module, config: Any) -> str | None:
 
 
 def _forward(module: Any, kernel: Callable[..., Tensor], input: Tensor) -> Tensor:
-    if hasattr(module, "alpha_p"):
+    # By name, which is faster than to look for parameters that most activations lack. FSDP puts a prefix before it.
+    if type(module).__name__.endswith("XIELUActivation"):
         return kernel(input, module.alpha_p, module.alpha_n, module.beta, module.eps)
     return kernel(input)
 
 
 _MODULES = ModuleForward(_forward)
+
+
+def _static_shape(request: KernelRequest) -> dict[str, int] | None:
+    """The width of most MLPs of the model: an activation does not have its own."""
+    return sizes_of(text_config(request), width="intermediate_size")
 
 
 def _variant(
@@ -96,6 +95,8 @@ def _variant(
         differentiable,
         elementwise_cost("x"),
         check_module=_MODULES.replaced_by_others,
+        static_shape=_static_shape,
+        benchmark_case=functools.partial(benchmark_case, case),
         description=description,
     )
 
