@@ -135,7 +135,11 @@ class ChatEncoder(SampleEncoder):
                 "set data.chat_template to a file with one"
             )
         else:
-            self.columns[file] = [*form, *(name for name in self.optional if name in found.names)]
+            self.take(file, form, found.names)
+
+    def take(self, file: Path, form: Sequence[str], names: Sequence[str]) -> None:
+        """Set the columns to read of a file with these `names`; those in `form` hold its conversations."""
+        self.columns[file] = [*form, *(name for name in self.optional if name in names)]
 
     def fix_of(self, names: Sequence[str]) -> str:
         """How to make conversations of columns that hold none; "" where unknown."""

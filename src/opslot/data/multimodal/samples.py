@@ -42,7 +42,7 @@ from opslot.data.multimodal.processor_call import (
     videos_as_images,
 )
 from opslot.data.multimodal.rope_positions import RopePositions
-from opslot.data.records import Location, columns_in
+from opslot.data.records import Location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -96,11 +96,10 @@ class MultimodalEncoder(ChatEncoder):
             type(processor), 'pop("suffix"'
         )
 
-    def inspect(self, file: Path, format: str, problems: list[str]) -> None:
-        super().inspect(file, format, problems)
-        found = columns_in(file, format, []) if file in self.columns else None
-        if found is not None and not set(found.names) & set(COLUMNS):
-            self._renames[file] = media_renames(found.names)
+    def take(self, file: Path, form: Sequence[str], names: Sequence[str]) -> None:
+        super().take(file, form, names)
+        if not set(names) & set(COLUMNS):
+            self._renames[file] = media_renames(names)
 
     def fix_of(self, names: Sequence[str]) -> str:
         return super().fix_of(names) or caption_fix(names, COLUMNS)
