@@ -17,6 +17,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Names of models that do not exist must not be looked up on the Hugging Face hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Kernel timings measured on this machine must not change which kernels the tests see.
 os.environ["OPSLOT_PROFILE"] = "off"
 
@@ -109,6 +112,26 @@ def modules_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [str(folder), *sys.path])
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Iterator:
+    """A local stand-in for the Hugging Face hub, with an empty cache."""
+    from opslot._base import hub as module
+
+    server = _module("hub.py").Hub()
+    for name, value in {
+        "ENDPOINT": server.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": server.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_PROGRESS_BARS": True,
+    }.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    for function in (module._downloaded_model, module._downloaded_data):
+        function.cache_clear()
+    yield server
+    server.close()
 
 
 @pytest.fixture

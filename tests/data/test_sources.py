@@ -197,8 +197,21 @@ def test_links_to_one_file_are_read_once(tmp_path, caplog):
     assert problems == []
 
 
-def test_missing_dataset_id_names_the_download_command(tmp_path, monkeypatch):
+def test_missing_dataset_id_names_the_path_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     problems = []
     find_files("HuggingFaceFW/fineweb", "data.train_path", problems)
-    assert "hf download HuggingFaceFW/fineweb --repo-type dataset --local-dir data" in problems[0]
+    assert "name its files, such as hf://datasets/HuggingFaceFW/fineweb/**/*.parquet" in problems[0]
+
+
+def test_files_of_the_hub(hub, tmp_path):
+    hub.repositories["datasets/org/name"] = folder = tmp_path / "remote"
+    (folder / "data").mkdir(parents=True)
+    for name in ("data/train-0.jsonl", "data/train-1.jsonl", "data/test.jsonl"):
+        (folder / name).write_text(f'{{"text": "{name}"}}\n')
+    problems = []
+    found = find_files("hf://datasets/org/name/data/train-*.jsonl", "data.train_path", problems)
+    assert [file.name for file in found] == ["train-0.jsonl", "train-1.jsonl"]
+    assert problems == []
+    assert find_files("hf://datasets/org/other/*.jsonl", "data.train_path", problems) == []
+    assert "there is none of that name" in problems[0]

@@ -254,8 +254,8 @@ def test_traceback_option(train, settings):
         ("data", "train_path", "~nosuchuser/*.txt", "data.train_path: '~nosuchuser'"),
         ("data", "cache_dir", "~nosuchuser", "data.cache_dir: '~nosuchuser'"),
         ("model", "config_path", "~nosuchuser", "model.config_path: '~nosuchuser'"),
-        ("model", "model_path", "Qwen/Qwen3-0.6B", "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` and set"),
-        ("model", "model_path", "Qwen/Qwen3-0.6B", "model.model_path: Qwen3-0.6B"),
+        ("model", "model_path", "Qwen/Qwen3-0.6B", "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"),
+        ("data", "train_path", "hf://datasets/org/name/*.jsonl", "run `hf download org/name --repo-type dataset"),
     ],
 )
 def test_invalid_paths_raise(train, settings, tmp_path, monkeypatch, section, field, value, message):

@@ -30,14 +30,15 @@ def chats(settings, model_folder, tmp_path, tokenizer):
     return settings | {"task": "sft", "model": {"config_path": str(model)}}
 
 
-def test_documented_path_to_a_checkpoint(chats, tmp_path, monkeypatch, capsys):
-    """The commands of docs/fine_tuning.md from a downloaded checkpoint to answers, on a small model."""
+def test_documented_path_to_a_checkpoint(chats, hub, tmp_path, monkeypatch, capsys):
+    """The commands of docs/fine_tuning.md from a model of the hub to answers, on a small one."""
     text = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text()
     commands = text.split("## From nothing to a fine-tuned checkpoint")[1].split("```bash")[1].split("```")[0]
     lines = [shlex.split(line, comments=True) for line in commands.splitlines() if line]
     assert len(lines) < 10
     monkeypatch.chdir(tmp_path)
-    base, config = Path("Qwen3-0.6B"), Path(chats["model"]["config_path"])
+    base, config = tmp_path / "remote", Path(chats["model"]["config_path"])
+    hub.repositories["models/Qwen/Qwen3-0.6B"] = base
     shutil.copytree(config, base)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config)).save_pretrained(base)
     small = ["--train.max_steps", "2", "--data.max_seq_len", "64", "--data.cache_dir", str(tmp_path / "cache")]

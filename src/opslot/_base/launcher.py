@@ -39,6 +39,11 @@ def launched_local_world_size() -> int:
     return max(_number("LOCAL_WORLD_SIZE", launched_world_size()), 1)
 
 
+def is_first_local_rank() -> bool:
+    """Whether this is the first process of this run on its machine."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0"
+
+
 def launched_with_rendezvous() -> bool:
     """Whether the environment has all variables that a process group needs; a single process needs none.
 

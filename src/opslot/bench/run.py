@@ -19,6 +19,7 @@ import opslot
 from opslot._base.device import best_device, facts_of, usable_device
 from opslot._base.dtypes import dtype_name, floating_dtype
 from opslot._base.errors import ConfigError
+from opslot._base.hub import local_model
 from opslot.bench.baselines import check_baselines
 from opslot.bench.files import OutputFiles
 from opslot.bench.ops import bench_ops, call_sites_of
@@ -261,14 +262,15 @@ def _title(source: str, layers: int | None) -> str:
 
 
 def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
-    """A Transformers config as plain data: from a folder with config.json, that file, or a model type's defaults.
+    """A Transformers config as plain data: from a folder with config.json, that file, a model of the hub or a model
+    type's defaults.
 
     Raises:
         ConfigError: none of these, or a broken file.
     """
     from transformers import AutoConfig
 
-    path = Path(source)
+    path = local_model(source, weights=False)
     if path.exists():
         load_config(path)
         data = json.loads((path / "config.json" if path.is_dir() else path).read_text())

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opslot._base.errors import CheckpointError
+from opslot._base.hub import is_repo_id, local_model
 from opslot.checkpoint.folder import save_generation_config, staged_folder
 from opslot.checkpoint.initialize import MeshFreeDraws
 from opslot.checkpoint.materialize import materialize
@@ -275,6 +276,14 @@ def _subtract_initial(model: nn.Module, config: Any, tensors: dict[str, Tensor])
     config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
     config.alpha_pattern = {name: factor * alpha for name, alpha in config.alpha_pattern.items()}
     config.init_lora_weights = True
+
+
+def base_folder(adapter_config: Mapping[str, Any]) -> Path | None:
+    """The folder of the base model that an adapter_config.json names, downloaded where it is one of the hub."""
+    base, revision = adapter_config.get("base_model_name_or_path"), adapter_config.get("revision")
+    if base is None:
+        return None
+    return local_model(f"{base}@{revision}" if revision and is_repo_id(base) else base)
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import CheckpointError
+from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import Shapes
@@ -45,7 +46,7 @@ def convert_folder(
     tensor of the result and the mapped pages of a few files.
 
     Args:
-        source: a Hugging Face checkpoint of any layout.
+        source: a Hugging Face checkpoint of any layout, or a model of the hub, ORG/NAME.
         destination: a folder that does not exist yet or is empty.
         layout: "per_expert", "stacked" or "transposed".
         max_shard_size: bytes of a file, or e.g. "5GB".
@@ -59,7 +60,7 @@ def convert_folder(
             does not read (Llama 4's experts are transposed); a destination that is not empty or cannot be written.
         ConfigError: unknown layout or size.
     """
-    source, destination = Path(source), Path(destination)
+    source, destination = local_model(source), Path(destination)
     check_layout(layout)
     max_bytes = parse_size(max_shard_size)
     config = read_config(source)

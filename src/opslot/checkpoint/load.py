@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import Converter
@@ -123,7 +124,8 @@ def load_weights(
 
     Args:
         model: parameters may be real, on meta, or sharded (DTensor); tied ones are filled once.
-        folder: holds model.safetensors, or model.safetensors.index.json and its shards.
+        folder: holds model.safetensors, or model.safetensors.index.json and its shards; or a model of the Hugging Face
+            hub, ORG/NAME.
         converters: for names and shapes that differ from the model's; None detects the experts' layout and
             reads the source keys that Transformers' `from_pretrained` reads.
         device: where meta parameters get memory; None is the CPU, or a DTensor's mesh device.
@@ -136,7 +138,7 @@ def load_weights(
             is wrong.
     """
     start = time.perf_counter()
-    folder = Path(folder)
+    folder = local_model(folder)
     tensors = tensors_of(model)
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     checked: list[tuple[LoadMapping, dict[str, Region]]] = []

@@ -125,7 +125,7 @@ def _add_data(add: _Add) -> None:
         usage="opslot data preview [CONFIG.yaml] [--section.field VALUE ...] [--samples N] [--tokens]",
         epilog=(
             "examples:\n  opslot data preview run.yaml\n  opslot data preview run.yaml --samples 5 --tokens\n"
-            "  opslot data preview --task sft --model.model_path models/Qwen3-0.6B --data.train_path chats.jsonl"
+            "  opslot data preview --task sft --model.model_path Qwen/Qwen3-0.6B --data.train_path chats.jsonl"
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -150,7 +150,7 @@ def _add_generate(add: _Add) -> None:
             '  opslot generate outputs/vlm/hf --image shapes.png --prompt "How many circles?"'
         ),
     )
-    generate.add_argument("model", help="a Hugging Face folder with weights, or LoRA adapters, and tokenizer")
+    generate.add_argument("model", help="a folder with weights, or LoRA adapters, and tokenizer, or a model of the hub")
     generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
     for kind in ("image", "video", "audio"):
         generate.add_argument(
@@ -207,7 +207,9 @@ def _add_kernels(add: _Add) -> None:
 def _add_model(command: argparse.ArgumentParser) -> None:
     """The options for the model, its kernels and its dtype."""
     command.add_argument(
-        "model", metavar="MODEL_OR_YAML", help="a folder with config.json, that file, or a training YAML"
+        "model",
+        metavar="MODEL_OR_YAML",
+        help="a folder with config.json, that file, a model of the hub (ORG/NAME), or a training YAML",
     )
     command.add_argument(
         "--set",
@@ -226,6 +228,7 @@ def _add_explain(add: _Add) -> None:
         epilog=(
             "examples:\n  opslot explain config.yaml                a training configuration\n"
             "  opslot explain path/to/model              a folder with config.json\n"
+            "  opslot explain Qwen/Qwen3-0.6B            a model of the Hugging Face hub\n"
             "  opslot explain path/to/model --set rms_norm_implementation=eager --json"
         ),
     )
@@ -250,7 +253,8 @@ def _add_discover(add: _Add) -> None:
     discover.add_argument(
         "architecture",
         nargs="?",
-        help="a folder under transformers/models, a model_type, a folder with config.json, or a dotted module name",
+        help="a folder under transformers/models, a model_type, a folder with config.json, a model of the hub, or a "
+        "dotted module name",
     )
     discover.add_argument(
         "--trust-remote-code", action="store_true", help="run code that ships with the model, and read it"
@@ -340,7 +344,7 @@ def _add_convert(add: _Add) -> None:
             "  opslot convert stacked/ hub/ --layout per_expert              back to the hub's layout"
         ),
     )
-    convert.add_argument("source", help="a Hugging Face folder with safetensors")
+    convert.add_argument("source", help="a Hugging Face folder with safetensors, or a model of the hub")
     convert.add_argument("destination", help="a folder that does not exist yet or is empty")
     convert.add_argument("--layout", required=True, help="per_expert, stacked or transposed")
     convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, PatchError
 from opslot._base.files import write_text
+from opslot._base.hub import local_model
 from opslot.models._registry import folder_of_models
 from opslot.models.discovery import Discovery, discover, find_patch
 from opslot.patchgen import PatchConfig
@@ -81,7 +82,7 @@ def _arch_of(name: str, trust_remote_code: bool) -> tuple[str, Path | PreTrained
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    path, file = Path(name), None
+    path, file = local_model(name, weights=False), None
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import ConfigError
+from opslot._base.hub import local_model
 
 _HINT = "give the folder of a causal language model, such as <output_dir>/hf"
 
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     from opslot.trainer.generating import answer_about_media, generate_answers, media_encoder
     from opslot.trainer.processors import has_processor
 
-    model, prompts, system, raw = options.model, options.prompt, options.system, options.raw
+    model, prompts, system, raw = str(local_model(options.model)), options.prompt, options.system, options.raw
     target = usable_device(options.device or best_device().type)
     base = _base_of(model, options.trust_remote_code)
     tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
@@ -88,11 +89,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _base_of(folder: str, trust_remote_code: bool) -> str:
     """The folder of the base model that the adapters in `folder` name; without adapters, `folder`."""
-    from opslot.checkpoint.adapters import read_adapter_config
+    from opslot.checkpoint.adapters import base_folder, read_adapter_config
     from opslot.models import load_config
 
     adapter = read_adapter_config(folder)
-    base = str(adapter.get("base_model_name_or_path") or folder)
+    base = str(base_folder(adapter) or folder)
     config = load_config(base, trust_remote_code=trust_remote_code)
     classifiers = [name for name in getattr(config, "architectures", None) or () if name.endswith("Classification")]
     if classifiers or adapter.get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from opslot._base.errors import ConfigError
+from opslot._base.hub import local_model
 
 # What a checkpoint has beside weights and model config.
 _COPIED = (
@@ -33,11 +34,11 @@ def run(options: argparse.Namespace) -> int:
         CheckpointError: an adapter or a base that cannot be read, or that do not fit each other.
     """
     from opslot.checkpoint import export_hf
-    from opslot.checkpoint.adapters import ADAPTER_CONFIG, load_adapter, read_adapter_config
+    from opslot.checkpoint.adapters import ADAPTER_CONFIG, base_folder, load_adapter, read_adapter_config
     from opslot.checkpoint.excluded import has_excluded_parts
     from opslot.models import build_foundation_model
 
-    adapter, destination = options.adapter, options.destination
+    adapter, destination = str(local_model(options.adapter)), options.destination
     if not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise ConfigError(
             f"{adapter!r} is not a folder of adapters",
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
             hint="give the folder hf of a run with lora, train.output_dir/hf",
         )
     config = read_adapter_config(adapter)
-    folder = options.base or config.get("base_model_name_or_path")
+    folder = local_model(options.base) if options.base else base_folder(config)
     if folder is None or not Path(folder).is_dir():
         raise ConfigError(
             f"the base model of {adapter} is not a folder", found=str(folder), hint="give its folder with --base"

@@ -14,6 +14,7 @@ class DataConfig:
         train_path: files, globs or folders that `datasets` saved, one or a list. Known extensions are .jsonl, .ndjson,
             .jsonlines, .jl and .json (one JSON object per line; .json also an array of objects), these with .gz or
             .zst, .parquet, .arrow, .txt, .md and .tar (WebDataset). Of a saved DatasetDict, the split "train" is read.
+            hf://datasets/ORG/NAME[@REVISION]/GLOB are files of the Hugging Face hub, which are downloaded.
         train: instead of `train_path`, a mixture: a list of {path, weight}; each sample comes from a data set that is
             drawn with a probability proportional to its weight (default 1).
         eval_path: as `train_path`, for evaluation; default `eval_fraction` of the training documents is held out. Of a

@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from opslot._base.errors import ConfigError
 from opslot._base.files import missing_path_hint
+from opslot._base.hub import DATASETS, local_data
 from opslot._base.logging import get_logger
 
 logger = get_logger(__name__)
@@ -29,7 +31,8 @@ _SPLITS = {"train": ("train",), "eval": ("validation", "test", "eval", "dev")}
 
 
 def find_files(paths: str | Sequence[str], field: str, problems: list[str], format: str = "auto") -> list[Path]:
-    """Existing files for `paths` (files, globs or saved data sets), each once, in order; errors go to `problems`.
+    """Existing files for `paths` (files, globs, saved data sets, files of the hub), each once, in order; errors go to
+    `problems`.
 
     A file that is named itself must not be empty; one that a glob finds may be.
     """
@@ -39,7 +42,10 @@ def find_files(paths: str | Sequence[str], field: str, problems: list[str], form
         problems.append(f"{field} is empty; set it to a text, jsonl or parquet file, or a glob such as corpus/**/*.txt")
         return []
     for name in named:
-        found += _files_of(name, field, problems)
+        try:
+            found += _files_of(local_data(name), field, problems)
+        except ConfigError as error:
+            problems.append(f"{field}: {error}".replace("\n", "\n  "))
     files = _without_links(dict.fromkeys(found))
     problems += [f"{field}: {problem}" for file in files if (problem := _unknown_format(file, format))]
     return files
@@ -66,10 +72,7 @@ def _files_of(name: str, field: str, problems: list[str]) -> list[Path]:
 
 def _missing_hint(name: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w-]*", name):
-        return (
-            f"for a dataset on the Hugging Face hub, run `hf download {name} --repo-type dataset --local-dir data` "
-            "and select its files, such as data/**/*.parquet"
-        )
+        return f"for a data set of the Hugging Face hub, name its files, such as {DATASETS}{name}/**/*.parquet"
     return missing_path_hint(name)
 
 

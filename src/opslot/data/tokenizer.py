@@ -1,4 +1,4 @@
-"""Load a tokenizer from a local folder or file."""
+"""Load a tokenizer."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opslot._base.errors import ConfigError
+from opslot._base.hub import local_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Tokenizer from a folder that `save_pretrained` wrote, or from a tokenizer.json alone.
+    """Tokenizer from a folder that `save_pretrained` wrote, a tokenizer.json alone, or a model of the hub.
 
     Raises:
         ConfigError: no readable tokenizer at the path.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = Path(path).expanduser()
+    folder = local_model(path, weights=False)
     if folder.is_file():
         alone: Path | None = folder
     else:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from opslot._base.device import usable_device
 from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError, list_problems, missing_package
+from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
 from opslot.models._apply import apply, has_slots
 from opslot.models._config_values import check_values, padding_problem
@@ -57,7 +58,8 @@ def build_foundation_model(
     """Construct a Transformers model, apply opslot's slots to every module in it, bind its kernels, load weights.
 
     Args:
-        config_path: a folder with config.json, that file, or a config object (copied, never changed).
+        config_path: a folder with config.json, that file, a model of the Hugging Face hub (ORG/NAME or
+            ORG/NAME@REVISION), or a config object (copied, never changed).
         weights_path: folder of a Hugging Face checkpoint (safetensors, sharded or not); None leaves random weights,
             drawn from torch's generator as Transformers draws them.
         torch_dtype: parameters' dtype, e.g. "bfloat16"; default the config's, else float32.
@@ -140,7 +142,7 @@ def load_config(
             f"config_path={source!r} is not a path or a config",
             hint="give a folder with config.json, that file, or a config object",
         )
-    file = _config_file(Path(source))
+    file = _config_file(local_model(source, weights=False))
     config = _read_config(file, trust_remote_code, overrides)
     check_values(config, str(file))
     return config
@@ -429,7 +431,7 @@ def load_foundation_weights(
 
     Args:
         model: built by `build_foundation_model`, on any device or on meta, sharded or not.
-        folder: a Hugging Face checkpoint.
+        folder: a Hugging Face checkpoint, or a model of the hub, ORG/NAME.
         device: where meta parameters get memory.
 
     Raises:
@@ -438,6 +440,7 @@ def load_foundation_weights(
     from opslot.checkpoint import load_weights
     from opslot.checkpoint.folder import read_folder
 
+    folder = local_model(folder)
     heads = classifier_heads(model)
     declared = sub_model(type(model))
     excluded = [f"{part}.*" for part in declared.excluded] if declared is not None else []

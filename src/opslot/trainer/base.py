@@ -132,9 +132,7 @@ class BaseTrainer(ABC):
         seed_everything(config.train.seed)
         self.loss_scaler = LossScaler(dtype_of(config.train.fsdp.param_dtype))
         with memory_errors(self):
-            self.model: PreTrainedModel = prepare_model(
-                self.build_model(), config, self.state, self.inputs.checkpoint, self.print
-            )
+            self.model: PreTrainedModel = prepare_model(self.build_model(), config, self.state, self.inputs, self.print)
             # All ranks seed alike until the weights exist; dropout differs by rank.
             seed_everything(config.train.seed + self.state.rank)
             self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

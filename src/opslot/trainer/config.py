@@ -13,10 +13,11 @@ class ModelConfig:
     """Which model, from which weights, with which kernels.
 
     Args:
-        config_path: folder with config.json, or that file; default `model_path`.
-        model_path: folder of the Hugging Face checkpoint to start from; default random weights.
-        tokenizer_path: folder of the tokenizer (for task vlm, of the processor), or its tokenizer.json; default
-            `model_path`, then `config_path`.
+        config_path: folder with config.json, that file, or a model of the Hugging Face hub (ORG/NAME or
+            ORG/NAME@REVISION); default `model_path`.
+        model_path: the checkpoint to start from, a folder or a model of the hub; default random weights.
+        tokenizer_path: folder of the tokenizer (for task vlm, of the processor), its tokenizer.json, or a model of the
+            hub; default `model_path`, then `config_path`.
         torch_dtype: dtype of the trained parameters and of the optimizer state; see also `train.fsdp.param_dtype`.
         device: where to train; auto selects a GPU if there is one.
         export_excluded: keep in the export the weights of `model_path` that are not built for training, such as the

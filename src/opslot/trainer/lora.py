@@ -32,11 +32,11 @@ _MOST_SHOWN = 4
 _TASK_TYPES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> None:
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None, revision: str | None = None) -> None:
     """Freeze `model` and add the adapters of `lora`, which have no values yet where the model is on meta.
 
     Args:
-        base: folder of the checkpoint with the model's weights, which the saved adapters name.
+        base, revision: the checkpoint with the model's weights, which the saved adapters name.
 
     Raises:
         ConfigError: a target that matches no module of the model, or that PEFT does not support.
@@ -84,7 +84,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
             hint="set lora.experts: true, or leave out the names of the experts' projections",
         )
     _check_patterns(model, lora)
-    config.base_model_name_or_path = base
+    config.base_model_name_or_path, config.revision = base, revision
 
 
 def without_gradient(model: nn.Module) -> list[str]:

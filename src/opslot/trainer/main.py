@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import signal
 import sys
 import traceback
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import CheckpointError, OpslotError, OtherRankFailed, ParallelError, TrainingError
-from opslot._base.launcher import exit_with_launcher, launched_world_size
+from opslot._base.launcher import exit_with_launcher, is_first_local_rank, launched_world_size
 from opslot.trainer.parse import build_parser, load_config
 from opslot.trainer.stopping import StoppedBeforeTraining, stopped_by_signals
 from opslot.trainer.threads import wait_without_spinning
@@ -60,7 +59,7 @@ def cli_train(argv: Sequence[str]) -> int:
         print(f"opslot: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingError | ParallelError) else 2
     except StoppedBeforeTraining as stop:
-        if _is_first_rank():
+        if is_first_local_rank():
             print(f"opslot: stopped by {stop} before training started; no checkpoint was written", file=sys.stderr)
         return 128 + stop.signal
     except KeyboardInterrupt:
@@ -237,14 +236,9 @@ def _reported_by_first_rank() -> Iterator[None]:
     try:
         yield
     except OpslotError as error:
-        if _is_first_rank():
+        if is_first_local_rank():
             raise
         raise OtherRankFailed("the first rank of this machine failed", hint="see its error") from error
-
-
-def _is_first_rank() -> bool:
-    """Whether this is the first rank of its machine."""
-    return (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0"
 
 
 @contextlib.contextmanager

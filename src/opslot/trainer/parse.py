@@ -24,12 +24,12 @@ USAGE = "opslot train [CONFIG.yaml] [--section.field VALUE ...] [--traceback]"
 
 EXAMPLES = """examples:
   opslot train configs/text.yaml
-  opslot train --task sft --model.model_path models/Qwen3-0.6B --data.train_path chats.jsonl
+  opslot train --task sft --model.model_path Qwen/Qwen3-0.6B --data.train_path chats.jsonl
   opslot train run.yaml --train.max_steps 200 --train.lr 1e-3
   opslot train run.yaml --train.checkpoint.resume_from latest
   opslot train run.yaml --model.ops_implementation eager
   opslot train run.yaml --model.ops_implementation.rms_norm_implementation triton
-  opslot train --model.model_path models/Qwen3-0.6B --data.train_path 'corpus/**/*.jsonl' --train.output_dir outputs/run
+  opslot train --model.model_path Qwen/Qwen3-0.6B --data.train_path 'corpus/**/*.jsonl' --train.output_dir outputs/run
   torchrun --nproc-per-node 4 -m opslot train run.yaml --train.ep_size 4
 """
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from opslot._base.errors import ConfigError
+from opslot._base.hub import is_repo_id, split_repo_id
 from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
 from opslot.checkpoint.initialize import initialize_weights
 from opslot.checkpoint.training_state import read_state
@@ -24,6 +25,7 @@ from opslot.trainer.config import RunConfig
 from opslot.trainer.kernels import pin_kernels, require_same_kernels
 from opslot.trainer.lora import add_adapters
 from opslot.trainer.setup import dtype_of, require_trainable_dtype
+from opslot.trainer.validate import RunInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +35,7 @@ def prepare_model(
     model: PreTrainedModel,
     config: RunConfig,
     state: ParallelState,
-    checkpoint: Path | None,
+    inputs: RunInputs,
     report: Callable[[str], None],
 ) -> PreTrainedModel:
     """Add adapters, freeze parts, shard the model over all ranks, and load or initialize weights that it lacks.
@@ -41,7 +43,7 @@ def prepare_model(
     On a GPU, the model takes integer inputs from the host.
 
     Args:
-        checkpoint: what a resumed run continues from; its kernels are bound.
+        inputs: with the folder of the weights; of a run that is resumed, the kernels of its checkpoint are bound.
         report: prints a line for the user.
 
     Raises:
@@ -52,8 +54,7 @@ def prepare_model(
     if config.lora.quantization is not None:
         quantize_layers(model, config.lora.modules_to_save or ())
     if config.lora.r is not None:
-        base = config.model.model_path
-        add_adapters(model, config.lora, base and str(Path(base).expanduser().resolve()))
+        add_adapters(model, config.lora, *_base_of(config))
         trained = getattr(torch, config.model.torch_dtype)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype != trained:
@@ -65,18 +66,28 @@ def prepare_model(
     for pattern in config.train.lr_of or ():
         select(model, pattern, "train.lr_of")
     require_trainable_dtype(model)
-    if checkpoint is not None:
-        _, recorded = read_state(checkpoint)
+    if inputs.checkpoint is not None:
+        _, recorded = read_state(inputs.checkpoint)
         for line in pin_kernels(model, recorded, dtype_of(config.train.fsdp.param_dtype), state.device):
             report(line)
-    model = _parallelize(model, config, state)
+    model = _parallelize(model, config, state, inputs.model_path)
     require_same_kernels(model)
     if state.world_size > 1 and not isinstance(model, FSDPModule):
         report("data parallelism: ddp, so each process holds all parameters")
     return model
 
 
-def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState) -> PreTrainedModel:
+def _base_of(config: RunConfig) -> tuple[str | None, str | None]:
+    """What adapters call the model that they are added to, and its revision on the hub."""
+    base = config.model.model_path
+    if base is None:
+        return None, None
+    return split_repo_id(base) if is_repo_id(base) else (str(Path(base).expanduser().resolve()), None)
+
+
+def _parallelize(
+    model: PreTrainedModel, config: RunConfig, state: ParallelState, weights: Path | None
+) -> PreTrainedModel:
     train, fsdp = config.train, config.train.fsdp
     options: dict[str, Any] = {
         "activation_checkpointing": train.activation_checkpointing,
@@ -87,7 +98,10 @@ def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState
     }
     if config.lora.r is not None or any(parameter.is_meta for parameter in model.parameters()):
         options["load"] = partial(
-            _load, config=config, device=torch.device("cpu") if fsdp.cpu_offload else state.device
+            _load,
+            folder=weights,
+            seed=train.seed,
+            device=torch.device("cpu") if fsdp.cpu_offload else state.device,
         )
     if state.mesh is not None:
         options |= {
@@ -107,9 +121,8 @@ def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState
         ) from error
 
 
-def _load(model: PreTrainedModel, *, config: RunConfig, device: torch.device) -> None:
+def _load(model: PreTrainedModel, *, folder: Path | None, seed: int, device: torch.device) -> None:
     """Load or initialize a model on meta, then initialize its adapters; each rank only its shards."""
-    folder, seed = config.model.model_path, config.train.seed
     with base_model(model):
         if folder and any(parameter.is_meta for parameter in model.parameters()):
             load_foundation_weights(model, folder, device)

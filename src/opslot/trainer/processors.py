@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, missing_package
+from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models import MODEL_PROCESSOR_REGISTRY, trained_config
@@ -33,7 +34,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
     """
     from transformers import AutoProcessor, ProcessorMixin
 
-    folder = Path(path).expanduser()
+    folder = local_model(path, weights=False)
     folder = folder.parent if folder.is_file() else folder
     hint = "copy processor_config.json, preprocessor_config.json and the tokenizer's files from the checkpoint"
     files = [name for name in _FILES[:2] if (folder / name).is_file()]
@@ -69,7 +70,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
 
 def has_processor(path: str | Path) -> bool:
     """Whether a checkpoint's folder has files of a processor."""
-    return any((Path(path).expanduser() / name).is_file() for name in _FILES[:2])
+    return any((local_model(path, weights=False) / name).is_file() for name in _FILES[:2])
 
 
 def rope_positions(config: PreTrainedConfig) -> RopePositions:

@@ -85,11 +85,12 @@ class TextTrainer(BaseTrainer):
         # Random weights are also drawn after sharding, so that they are the same on any mesh.
         # Weights that are quantized are so as they are read.
         quantized = self.config.lora.quantization is not None
-        later = model.model_path is None or self.state.mesh is not None or quantized
+        weights = self.inputs.model_path
+        later = weights is None or self.state.mesh is not None or quantized
         options = self.model_options()
         built = build_foundation_model(
             self.inputs.config_path,
-            weights_path=None if later else model.model_path,
+            weights_path=None if later else weights,
             torch_dtype=dtype_of_weights(self.config),
             init_device="meta" if later else self.device.type,
             run_device=self.device.type,
@@ -128,8 +129,8 @@ class TextTrainer(BaseTrainer):
         token is often not the end-of-sequence token of a base model, and it would never stop."""
         from transformers import GenerationConfig
 
-        folder = Path(self.config.model.model_path or "").expanduser()
-        if self.config.model.model_path is not None and (folder / "generation_config.json").is_file():
+        folder = self.inputs.model_path
+        if folder is not None and (folder / "generation_config.json").is_file():
             try:
                 generation = GenerationConfig.from_pretrained(folder)
                 generation.validate(strict=True)  # or it cannot be exported
@@ -251,7 +252,7 @@ class TextTrainer(BaseTrainer):
                 folder,
                 processors=[self.processor],
                 merge_adapters=lora.merge,
-                source=self.config.model.model_path or (config.parent if config.is_file() else config),
+                source=self.inputs.model_path or (config.parent if config.is_file() else config),
                 keep_excluded=self.config.model.export_excluded,
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.files import missing_path_hint, path_problem
+from opslot._base.hub import local_model
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.data.config import DataConfig
 from opslot.data.sources import find_files
@@ -100,6 +100,7 @@ class RunInputs:
 
     Attributes:
         config_path, tokenizer_path: with defaults resolved.
+        model_path: the checkpoint to start from, or None; `validate_data` leaves out weights of the Hugging Face hub.
         sources: the training data; more than one for a mixture.
         eval_files: existing files; empty without `data.eval_path`.
         checkpoint: folder to resume from, or None to start at step 1.
@@ -108,6 +109,7 @@ class RunInputs:
 
     config_path: Path
     tokenizer_path: Path
+    model_path: Path | None
     sources: list[Source]
     eval_files: list[Path]
     checkpoint: Path | None
@@ -134,7 +136,9 @@ def validate(config: RunConfig) -> RunInputs:
         raise _cannot_start(problems)
     if launched_rank() == 0:
         OutputLock(Path(config.train.output_dir).expanduser()).require_free()
-    return replace(inputs, checkpoint=checkpoint, warnings=_no_effect(config))
+    # Last, since weights of the hub take long.
+    model_path = local_model(config.model.model_path) if config.model.model_path else None
+    return replace(inputs, model_path=model_path, checkpoint=checkpoint, warnings=_no_effect(config))
 
 
 def validate_data(config: RunConfig) -> RunInputs:
@@ -155,14 +159,14 @@ def _check_inputs(config: RunConfig, problems: list[str]) -> RunInputs:
     if problems:
         raise _cannot_start(problems)
     _check_numbers(config, problems)
-    config_path, tokenizer_path = _check_model(config.model, problems)
+    config_path, tokenizer_path, model_path = _check_model(config.model, problems)
     data = config.data
     sources = _sources(data, problems)
     eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
     _check_task(config, problems)
     check_lora(config, problems)
     check_optimizer(config, problems)
-    return RunInputs(config_path, tokenizer_path, sources, eval_files, None, [])
+    return RunInputs(config_path, tokenizer_path, model_path, sources, eval_files, None, [])
 
 
 def _cannot_start(problems: list[str]) -> ConfigError:
@@ -408,19 +412,19 @@ def _check_batch(train: TrainConfig, problems: list[str]) -> None:
         )
 
 
-def _check_model(model: ModelConfig, problems: list[str]) -> tuple[Path, Path]:
+def _check_model(model: ModelConfig, problems: list[str]) -> tuple[Path, Path, Path | None]:
+    """Paths of the config, of the tokenizer and of the checkpoint."""
     import opslot.models  # noqa: F401  (registers the ops)
     from opslot.slots import OpsImplementationConfig
 
-    for name in ("config_path", "model_path", "tokenizer_path"):
-        path = getattr(model, name)
-        if path and not Path(path).expanduser().exists():
-            problems.append(f"model.{name}: no such file or folder: {path}; {_download_hint(name, path)}")
-    config_path = model.config_path or model.model_path
-    if not config_path:
+    given = {name: getattr(model, name) for name in ("config_path", "model_path", "tokenizer_path")}
+    local = {name: _local(name, path, problems) for name, path in given.items() if path}
+    model_path = local.get("model_path")
+    config_path = local.get("config_path", model_path)
+    if config_path is None:
         problems.append("neither model.config_path nor model.model_path is set; set one to a folder with config.json")
-    tokenizer_path = model.tokenizer_path or _first_with_tokenizer(model.model_path, model.config_path)
-    if config_path and not tokenizer_path and Path(config_path).expanduser().exists():
+    tokenizer_path = local.get("tokenizer_path") or _first_with_tokenizer(model_path, config_path)
+    if config_path is not None and tokenizer_path is None and config_path.exists():
         problems.append(
             f"model.tokenizer_path is not set, and there is no tokenizer.json beside {config_path}; "
             "set it to the tokenizer's folder"
@@ -431,25 +435,25 @@ def _check_model(model: ModelConfig, problems: list[str]) -> tuple[Path, Path]:
         problems.append(f"model.{error}".replace("\n", "\n  "))
     except TypeError as error:
         problems.append(f"model.ops_implementation: {error}")
-    return Path(config_path or ".").expanduser(), Path(tokenizer_path or ".").expanduser()
+    return config_path or Path(), tokenizer_path or Path(), model_path
 
 
-def _download_hint(field: str, path: str) -> str:
-    """What to do about a path that does not exist; the command to download it if it looks like a repository's id."""
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
-        folder = path.split("/")[1]
-        return (
-            f"if it is a model on the Hugging Face hub, run `hf download {path} --local-dir {folder}` and set "
-            f"model.{field}: {folder}"
-        )
-    return missing_path_hint(path)
+def _local(field: str, path: str, problems: list[str]) -> Path:
+    """The path of a field; of a model of the hub, its folder without the weights."""
+    try:
+        found = local_model(path, weights=False)
+    except ConfigError as error:
+        problems.append(f"model.{field}: {error}".replace("\n", "\n  "))
+        return Path(path)
+    if not found.exists():
+        problems.append(f"model.{field}: no such file or folder: {path}; {missing_path_hint(path)}")
+    return found
 
 
-def _first_with_tokenizer(*paths: str | None) -> str | None:
+def _first_with_tokenizer(*paths: Path | None) -> Path | None:
     for path in paths:
-        if path:
-            folder = Path(path).expanduser()
-            folder = folder if folder.is_dir() else folder.parent
+        if path is not None:
+            folder = path if path.is_dir() else path.parent
             if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tekken.json")):
-                return str(folder)
+                return folder
     return None

@@ -1,0 +1,85 @@
+"""A stand-in for the Hugging Face hub, which serves folders over HTTP."""
+
+import hashlib
+import http.server
+import json
+import threading
+import urllib.parse
+from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub:
+    """Serves `repositories`: folders by "models/ORG/NAME" or "datasets/ORG/NAME"; those in `gated` are refused."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Path] = {}
+        self.gated: set[str] = set()
+        self.downloads: list[str] = []
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub._answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        path = urllib.parse.unquote(urllib.parse.urlparse(request.path).path)
+        kind, name, action, rest = _parts(path)
+        repository = f"{kind}/{name}"
+        folder = self.repositories.get(repository)
+        if folder is None:
+            return _send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if repository in self.gated:
+            return _send(request, 403, b"{}", {"X-Error-Code": "GatedRepo"})
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        names = [str(file.relative_to(folder)) for file in files]
+        if action == "revision":
+            if rest not in ("main", COMMIT):
+                return _send(request, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return _send_json(request, {"id": name, "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]})
+        if action == "tree":
+            sizes = [(name, file.stat().st_size) for name, file in zip(names, files, strict=True)]
+            return _send_json(request, [{"type": "file", "path": n, "size": size, "oid": n} for n, size in sizes])
+        file = rest.partition("/")[2]
+        body = (folder / file).read_bytes()
+        if request.command == "GET":
+            self.downloads.append(file)
+        return _send(request, 200, body, {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'})
+
+
+def _parts(path: str) -> tuple[str, str, str, str]:
+    """Kind and name of a repository, what is asked of it, and the rest of the path."""
+    parts = path.strip("/").removeprefix("api/").split("/")
+    if parts[0] not in ("models", "datasets"):
+        parts = ["models", *parts]
+    kind, org, name, action, *rest = [*parts, "", "", ""][: max(len(parts), 4)]
+    return kind, f"{org}/{name}", action, "/".join(rest)
+
+
+def _send(request: http.server.BaseHTTPRequestHandler, code: int, body: bytes, headers: dict[str, str]) -> None:
+    request.send_response(code)
+    for name, value in {**headers, "Content-Length": str(len(body))}.items():
+        request.send_header(name, value)
+    request.end_headers()
+    if request.command != "HEAD":
+        request.wfile.write(body)
+
+
+def _send_json(request: http.server.BaseHTTPRequestHandler, value: object) -> None:
+    _send(request, 200, json.dumps(value).encode(), {"Content-Type": "application/json"})
