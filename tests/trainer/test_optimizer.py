@@ -14,10 +14,12 @@ from tests.trainer.runs import curve
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
         ("linear", [0.5, 1.0, 0.775, 0.55, 0.325]),
         ("cosine", [0.5, 1.0, 0.1 + 0.9 * 0.8535533906, 0.55, 0.1 + 0.9 * 0.1464466094]),
+        ("warmup_stable_decay", [0.5, 1.0, 1.0, 1.0, 0.55]),
     ],
 )
 def test_learning_rate_schedules(scheduler, expected):
-    train = TrainConfig(lr=2.0, lr_scheduler=scheduler, warmup_steps=2, optimizer=OptimizerConfig(min_lr_ratio=0.1))
+    train = TrainConfig(lr=2.0, lr_scheduler=scheduler, warmup_steps=2)
+    train.optimizer = OptimizerConfig(min_lr_ratio=0.1, decay_ratio=0.4)
     got = [learning_rate(train, step, 5) / 2.0 for step in range(1, 6)]
     assert got == pytest.approx(expected)
 

@@ -107,7 +107,7 @@ def test_all_problems_in_one_error(tmp_path):
         "data.max_seq_len: expected int | null, found 'many'",
         "trian.lr is not a field; did you mean train.lr?",
         "train.learning_rate is not a field; use train.lr",
-        "train.lr_scheduler: expected one of constant, linear, cosine, found 'cosin'",
+        "train.lr_scheduler: expected one of constant, linear, cosine, warmup_stable_decay, found 'cosin'",
         "train.optimizer.betas is not a field; use train.optimizer.beta1 and train.optimizer.beta2",
         "train.sp_size: expected int, found 1.5",
         "train.max_step is not a field; did you mean train.max_steps?",

@@ -55,7 +55,9 @@ class OptimizerConfig:
         beta1: decay rate of the first moment.
         beta2: decay rate of the second moment.
         eps: added to the square root of the second moment.
-        min_lr_ratio: final learning rate of the linear and cosine schedulers, as a fraction of `train.lr`.
+        min_lr_ratio: final learning rate of all schedulers but constant, as a fraction of `train.lr`.
+        decay_ratio: last part of the run, as a fraction of its steps, in which warmup_stable_decay lowers the learning
+            rate.
     """
 
     name: Literal["adamw", "adamw_torch", "adamw_8bit", "muon"] = "adamw"
@@ -68,6 +70,7 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     min_lr_ratio: float = 0.0
+    decay_ratio: float = 0.2
 
 
 @dataclass
@@ -168,7 +171,8 @@ class TrainConfig:
             on this size.
         lr: peak learning rate; default 1e-5 for the weights of a checkpoint, 2e-4 for adapters and 3e-4 for random
             weights.
-        lr_scheduler: learning rate schedule after the warmup.
+        lr_scheduler: learning rate schedule after the warmup; warmup_stable_decay keeps it constant until the last
+            part of the run (`optimizer.decay_ratio`), in which it falls linearly.
         warmup_steps: steps in which the learning rate rises linearly from 0 to `lr`; below 1, a fraction of all steps.
         weight_decay: weight decay of matrices; norms, biases and embeddings have none.
         max_grad_norm: maximum gradient norm for clipping; null or 0 disables clipping.
@@ -203,7 +207,7 @@ class TrainConfig:
     global_batch_size: int = 8
     micro_batch_size: int | None = None
     lr: float | None = None
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_scheduler: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
     warmup_steps: int | float = 0.03
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0

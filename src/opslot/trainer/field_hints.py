@@ -112,6 +112,7 @@ _NAMES = {
     "train.optimizer.beta1": "adam_beta1",
     "train.optimizer.beta1 and train.optimizer.beta2": "betas",
     "train.optimizer.beta2": "adam_beta2",
+    "train.optimizer.decay_ratio": "decay_ratio lr_decay_ratio num_decay_steps",
     "train.optimizer.eps": "adam_epsilon",
     "train.optimizer.groups, a list of {params, lr, weight_decay}": "muon_lr param_groups",
     "train.optimizer.min_lr_ratio": "cosine_min_lr_ratio",

@@ -129,10 +129,11 @@ def learning_rate(train: TrainConfig, step: int, max_steps: float) -> float:
     if step <= warmup:
         return train.peak_lr * step / warmup
     done = (step - warmup) / (max_steps + 1 - warmup)
-    lowest = train.optimizer.min_lr_ratio
-    factor = {
+    height = {
         "constant": 1.0,
-        "linear": lowest + (1 - lowest) * (1 - done),
-        "cosine": lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "warmup_stable_decay": min(1.0, (max_steps + 1 - step) / (train.optimizer.decay_ratio * max_steps)),
     }[train.lr_scheduler]
-    return train.peak_lr * factor
+    lowest = train.optimizer.min_lr_ratio
+    return train.peak_lr * (lowest + (1 - lowest) * height)

@@ -15,7 +15,7 @@ from opslot._base.hub import local_model
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.data.config import DataConfig
 from opslot.data.sources import find_files
-from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
+from opslot.trainer.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from opslot.trainer.lora_settings import check_lora
 from opslot.trainer.optimizer_settings import check_optimizer
 from opslot.trainer.output_folder import check_output
@@ -65,11 +65,22 @@ _AT_LEAST = {
     "evaluation.max_new_tokens": 1,
     "evaluation.early_stopping_patience": 1,
 }
-_AT_MOST = {"train.global_batch_size": _LARGEST_BATCH, "data.num_workers": _MOST_WORKERS}
+_AT_MOST = {
+    "train.global_batch_size": _LARGEST_BATCH,
+    "train.optimizer.decay_ratio": 1,
+    "data.num_workers": _MOST_WORKERS,
+}
 # An update of AdamW is about the learning rate. With normal weights of standard deviation 0.02 to 0.05, a step of 5e-5
 # leaves 43 to 75 % of them unchanged in bfloat16, one of 1e-5 84 to 94 %.
 _LEAST_BFLOAT16_LR = 5e-5
-_ABOVE_ZERO = ("train.lr", "train.num_epochs", "train.optimizer.eps", "train.logging.peak_tflops", "data.max_fps")
+_ABOVE_ZERO = (
+    "train.lr",
+    "train.num_epochs",
+    "train.optimizer.eps",
+    "train.optimizer.decay_ratio",
+    "train.logging.peak_tflops",
+    "data.max_fps",
+)
 # Fields whose values are in [0, 1).
 _SHARES = (
     "train.optimizer.beta1",
@@ -220,6 +231,8 @@ def _no_effect(config: RunConfig) -> list[str]:
         )
     if train.optimizer.min_lr_ratio and train.lr_scheduler == "constant":
         warnings.append("train.optimizer.min_lr_ratio has no effect with train.lr_scheduler=constant")
+    if train.optimizer.decay_ratio != OptimizerConfig.decay_ratio and train.lr_scheduler != "warmup_stable_decay":
+        warnings.append("train.optimizer.decay_ratio has no effect without train.lr_scheduler=warmup_stable_decay")
     if train.fsdp.copy_engine and (config.model.device == "cpu" or best_device().type == "cpu"):
         warnings.append("train.fsdp.copy_engine has no effect on a CPU")
     if train.fsdp.ulysses_overlap and train.sp_size == 1:
