@@ -49,6 +49,7 @@ def assert_error(result, *messages, tmp_path):
         ("train", "learning_rate", 1, "train.learning_rate is not a field"),
         ("train", "checkpoint.resume_from", "nowhere", "train.checkpoint.resume_from=nowhere: no such folder"),
         ("model", "config_path", "nowhere", "model.config_path: no such file or folder: nowhere"),
+        ("model", "model_path", "gpt2", "a model of the Hugging Face hub is named ORG/NAME"),
         ("model", "config_path", None, "neither model.config_path nor model.model_path is set"),
         ("model", "tokenizer_path", "nowhere", "model.tokenizer_path: no such file or folder"),
         ("model", "ops_implementation", {"rms_norm": "eager"}, "rms_norm is not a field"),

@@ -140,7 +140,7 @@ def load_config(
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             f"config_path={source!r} is not a path or a config",
-            hint="give a folder with config.json, that file, or a config object",
+            hint="give a folder with config.json, that file, a model of the hub or a config object",
         )
     file = _config_file(local_model(source, weights=False))
     config = _read_config(file, trust_remote_code, overrides)
@@ -152,7 +152,7 @@ def _config_file(path: Path) -> Path:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         names = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else []
-        hint = "give a folder with config.json, or that file"
+        hint = "give a folder with config.json, that file, or a model of the Hugging Face hub as ORG/NAME"
         if "adapter_config.json" in names:
             hint = "it has LoRA adapters: give the folder of their base model, or add them to it with opslot merge"
         elif (path / "hf" / "config.json").is_file():

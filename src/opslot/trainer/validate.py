@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -459,7 +460,8 @@ def _local(field: str, path: str, problems: list[str]) -> Path:
         problems.append(f"model.{field}: {error}".replace("\n", "\n  "))
         return Path(path)
     if not found.exists():
-        problems.append(f"model.{field}: no such file or folder: {path}; {missing_path_hint(path)}")
+        of_hub = "" if os.sep in path else "; a model of the Hugging Face hub is named ORG/NAME"
+        problems.append(f"model.{field}: no such file or folder: {path}; {missing_path_hint(path)}{of_hub}")
     return found
 
 
