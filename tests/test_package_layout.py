@@ -60,16 +60,15 @@ NEW_FORM = {
         from opslot.patchgen import Slot
         from opslot.patchgen.forms import Match
 
-        class WholeMLP:
-            def find(self, module):
-                for name, forward in module.methods():
-                    if name.endswith("MLP") and module.count(forward, "self.act($x)") == 1:
-                        slot = Slot("gelu_mlp", "standard")
-                        yield Match(
-                            name, slot.op, slot.variant,
-                            lambda patch, at=forward: patch.slot_expr(at, slot, "self.act($x)", args="$x"))
+        def find_mlps(module):
+            for name, forward in module.methods():
+                if name.endswith("MLP") and module.count(forward, "self.act($x)") == 1:
+                    slot = Slot("gelu_mlp", "standard")
+                    yield Match(
+                        name, slot.op, slot.variant,
+                        lambda patch, at=forward: patch.slot_expr(at, slot, "self.act($x)", args="$x"))
 
-        FORMS = (WholeMLP(),)
+        FORMS = (find_mlps,)
         """,
 }
 USE = """

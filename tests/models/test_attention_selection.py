@@ -10,8 +10,8 @@ from transformers import AttentionInterface, AutoConfig
 import opslot
 from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
-from opslot.ops.attention.forms import Attention, OwnAttention
-from opslot.ops.attention.mask_forms import MasksOfOneImplementation
+from opslot.ops.attention.forms import find_attention, find_own_attention
+from opslot.ops.attention.mask_forms import find_masks_of_one_implementation
 from opslot.ops.attention.masks import _warn_of_weights
 from opslot.patchgen.forms import ClassFact, ModuleView
 from opslot.patchgen.source import UpstreamModule
@@ -282,9 +282,9 @@ ADD_FLOATS = "scores = scores.masked_fill(~attention_mask, float('-inf'))"
 def test_indexers_that_add_any_mask_are_found(add, found):
     """In Transformers 5.9 GLM's does, which gets none with sdpa, so that its attention sees later tokens."""
     module = ModuleView(UpstreamModule("toy", "5.9.0", INDEXER.replace("{add}", add)))
-    facts = [(fact.name, fact.attribute, fact.value) for fact in MasksOfOneImplementation().find(module)]
+    facts = [(fact.name, fact.attribute, fact.value) for fact in find_masks_of_one_implementation(module)]
     assert facts == ([("ToyAttention", MASKS_OF, "eager")] if found else [])
-    (skip,) = Attention().find(module)
+    (skip,) = find_attention(module)
     assert ("it would see later tokens" in skip.reason) == found
 
 
@@ -311,7 +311,7 @@ class ToyModel(nn.Module):
 def test_own_masks_that_are_added_to_a_causal_one_are_found(always, found):
     """Doge's up to Transformers 5.17, which gets no mask with sdpa."""
     module = ModuleView(UpstreamModule("toy", "5.9.0", OWN_MASK.replace("{always}", always)))
-    facts = [(fact.name, fact.value) for fact in MasksOfOneImplementation().find(module)]
+    facts = [(fact.name, fact.value) for fact in find_masks_of_one_implementation(module)]
     assert facts == ([("ToyAttention", "eager")] if found else [])
 
 
@@ -324,7 +324,7 @@ class ToyAudioAttention(nn.Module):
             scores = scores.masked_fill(attention_mask.logical_not(), -1e9)
         return scores.softmax(-1)
 """
-    fact, skip = MasksOfOneImplementation().find(ModuleView(UpstreamModule("toy", "5.9.0", text)))
+    fact, skip = find_masks_of_one_implementation(ModuleView(UpstreamModule("toy", "5.9.0", text)))
     assert (fact.name, fact.attribute, fact.value) == ("ToyAudioAttention", MASKS_OF, "sdpa")
     assert (skip.symbol, skip.op) == ("ToyAudioAttention", "attention")
 
@@ -389,7 +389,7 @@ def test_classes_that_compute_attention_themselves_leave_others_their_kernel():
 )
 def test_attention_of_a_class_is_recognized_by_its_calls(code, computes):
     text = f"class ToyAttention(nn.Module):\n    def forward(self, q, k, v):\n        {code}\n"
-    found = list(OwnAttention().find(ModuleView(UpstreamModule("toy", "5.9.0", text))))
+    found = list(find_own_attention(ModuleView(UpstreamModule("toy", "5.9.0", text))))
     assert [finding.attribute for finding in found if isinstance(finding, ClassFact)] == [COMPUTES_ATTENTION] * computes
     assert len(found) == 2 * computes
 

@@ -11,7 +11,7 @@ import torch
 import opslot
 from opslot._base.errors import KernelError
 from opslot.models.discovery import discover
-from opslot.models.discovery.sequences import UnsplitSequences
+from opslot.models.discovery.sequences import find_unsplit_sequences
 from opslot.ops.causal_conv1d import forms
 from opslot.patchgen.engine import generate
 from opslot.patchgen.fingerprint import fingerprint
@@ -156,7 +156,7 @@ class ToyModel(ToyPreTrainedModel):
 @pytest.mark.parametrize(("condition", "kept"), [("if attention_mask is not None:", True), ("if True:", False)])
 def test_masks_made_of_padding_only_keep_sequences(condition, kept):
     module = ModuleView(UpstreamModule("toy", "5.9.0", MASKS.replace("{condition}", condition)))
-    facts = [(fact.name, fact.attribute) for fact in UnsplitSequences().find(module)]
+    facts = [(fact.name, fact.attribute) for fact in find_unsplit_sequences(module)]
     assert (("ToyPreTrainedModel", KEEPS_SEQUENCES) in facts) == kept
 
 
@@ -184,7 +184,7 @@ class ToyModel(ToyPreTrainedModel):
 
 @pytest.mark.parametrize(("release", "ignored"), [("5.9.0", True), ("5.21.0", True), ("5.23.0", False)])
 def test_chunks_of_older_releases_are_counted_from_the_start_of_the_row(release, ignored):
-    facts = [*UnsplitSequences().find(ModuleView(UpstreamModule("toy", release, CHUNKS)))]
+    facts = [*find_unsplit_sequences(ModuleView(UpstreamModule("toy", release, CHUNKS)))]
     reasons = [fact.value for fact in facts if fact.attribute == MASKS_WITHOUT_POSITIONS]
     assert reasons == (["its masks count chunks from the start of the row, not from that of each document"] * ignored)
 

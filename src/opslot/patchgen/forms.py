@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Slot
@@ -76,13 +75,6 @@ OTHER_STATES = frozenset({"key_value_states", "encoder_hidden_states", "cross_at
 ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act", "activation")
 
 Finding = Match | Skip | ClassFact
-
-
-class Form(Protocol):
-    """Finds one kind of upstream code."""
-
-    def find(self, module: ModuleView) -> Iterator[Finding]:
-        """What is in a module, in the order of its text."""
 
 
 class ModuleView:
@@ -206,6 +198,10 @@ class ModuleView:
         return bool(arguments) and all(own and own[0].arg == "self" for own in arguments)
 
 
+# Finds one kind of upstream code in a module, in the order of its text.
+Form = Callable[[ModuleView], Iterator[Finding]]
+
+
 @dataclass(frozen=True)
 class Reviewed:
     """A row of an op's catalogue: the fingerprint of upstream code that was read and checked.
@@ -258,7 +254,7 @@ class MethodForms:
         key = module.fingerprint(f"{name}.forward"), module.fingerprint(f"{name}.{self.helper}")
         return next((row for row in self.rows if (row.hash, row.helper) == key), None)
 
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+    def __call__(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
             row = self.row(module, name)
             if row is not None:
@@ -297,7 +293,7 @@ class FunctionForms:
     rows: tuple[Reviewed, ...]
     reason: str
 
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+    def __call__(self, module: ModuleView) -> Iterator[Match | Skip]:
         found = module.fingerprint(self.function)
         if found is None:
             return

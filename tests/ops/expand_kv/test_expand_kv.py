@@ -177,7 +177,7 @@ def matched(text):
     """The generated text, or None without a match."""
     module = UpstreamModule("transformers.toy", "5.9.0", text)
     patch = PatchConfig(module.name)
-    matches = [match for form in FORMS for match in form.find(ModuleView(module))]
+    matches = [match for form in FORMS for match in form(ModuleView(module))]
     for match in matches:
         match.write(patch)
     return generate(patch, Release("5.9.0", None, {module.name: module})) if matches else None

@@ -181,7 +181,7 @@ def mixers(request):
             context.setitem(forms._MIXERS, view.fingerprint("ToyMixer.torch_forward"), "self.time_step_limit")
         else:
             context.setattr(forms, "_SLOW_MIXERS", {view.fingerprint("ToyMixer.slow_forward")})
-        found = [match for form in (*conv_forms.FORMS, *forms.FORMS) for match in form.find(view)]
+        found = [match for form in (*conv_forms.FORMS, *forms.FORMS) for match in form(view)]
     assert [(match.op, match.variant, match.symbol) for match in found] == [
         ("causal_conv1d", "standard", "ToyMixer"),
         ("mamba_chunk_scan", "standard" if request.param == "mamba_2" else "per_channel", "ToyMixer"),

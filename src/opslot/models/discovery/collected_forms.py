@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from opslot._base.errors import ConfigError
-from opslot.models.discovery.sequences import UnsplitSequences
+from opslot.models.discovery.sequences import find_unsplit_sequences
 from opslot.patchgen.forms import Form
 
 OPS_PACKAGE = "opslot.ops"
@@ -32,7 +32,7 @@ def register_forms(forms: Iterable[Form], *, digest: str) -> None:
 def all_forms() -> list[Form]:
     """Every form: those of opslot's ops in the order of the ops' names, then those of other packages."""
     return [
-        UnsplitSequences(),
+        find_unsplit_sequences,
         *(form for module in _modules() for form in module.FORMS),
         *(form for _, form in _registered),
     ]

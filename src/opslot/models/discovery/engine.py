@@ -87,7 +87,7 @@ def _discover(arch: str, release: Release, *digests: str) -> Discovery:
 def _findings(module: ModuleView) -> Iterator[Finding]:
     """What all forms find in a module's own code."""
     for form in all_forms():
-        for finding in form.find(module):
+        for finding in form(module):
             own = finding if module.upstream.own is None else _of_own_code(module, finding)
             if own is not None:
                 yield own

@@ -95,37 +95,33 @@ _MIXES = re.compile(
 )
 
 
-class UnsplitSequences:
+def find_unsplit_sequences(module: ModuleView) -> Iterator[ClassFact]:
     """Classes that keep a model from being packed and sharded, with the reason."""
-
-    def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        layers = decoder_layers(module)
-        for name in module.classes:
-            if name.endswith("ForConditionalGeneration"):
-                yield ClassFact(name, UNKNOWN_LAYERS, "its language model is not separate from its encoder")
-            elif not layers and name in module.models:
-                yield ClassFact(name, UNKNOWN_LAYERS, "it has no decoder layers")
-            elif name in module.models and (reason := masks_without_positions(module)):
-                # Without the interface no kernel is bound that would separate documents.
-                bound = any("ALL_ATTENTION_FUNCTIONS" in module.text(cls) for cls in module.classes)
-                own = not bound and any(_made_for_padding_only(module))
-                yield ClassFact(name, KEEPS_SEQUENCES if own else MASKS_WITHOUT_POSITIONS, reason)
-        parts = parts_of(module, layers)
-        for name in parts:
-            if reason := _mixes(module, name):
-                yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
-            if module.fingerprint(f"{name}.forward") in _ON_GLOBAL_SEQUENCES:
-                yield ClassFact(name, ON_GLOBAL_SEQUENCES, True)
-        yield from _mixing_around_layers(module, parts)
-        for name in _counting_rows(module):
-            yield ClassFact(
-                name, KEEPS_SEQUENCES, f"{name} counts the positions of each row, and takes no position_ids"
-            )
-        for name, forward in module.methods():
-            if name.endswith("Embeddings") and _pads_shifted(module, forward):
-                yield ClassFact(name, KEEPS_SEQUENCES, f"{name} concatenates the embeddings of neighboring tokens")
-            if name not in parts and not _ENCODERS.search(name) and _attends_to_others(module, forward):
-                yield ClassFact(name, KEEPS_SEQUENCES, f"{name} attends to other states than its own")
+    layers = decoder_layers(module)
+    for name in module.classes:
+        if name.endswith("ForConditionalGeneration"):
+            yield ClassFact(name, UNKNOWN_LAYERS, "its language model is not separate from its encoder")
+        elif not layers and name in module.models:
+            yield ClassFact(name, UNKNOWN_LAYERS, "it has no decoder layers")
+        elif name in module.models and (reason := masks_without_positions(module)):
+            # Without the interface no kernel is bound that would separate documents.
+            bound = any("ALL_ATTENTION_FUNCTIONS" in module.text(cls) for cls in module.classes)
+            own = not bound and any(_made_for_padding_only(module))
+            yield ClassFact(name, KEEPS_SEQUENCES if own else MASKS_WITHOUT_POSITIONS, reason)
+    parts = parts_of(module, layers)
+    for name in parts:
+        if reason := _mixes(module, name):
+            yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
+        if module.fingerprint(f"{name}.forward") in _ON_GLOBAL_SEQUENCES:
+            yield ClassFact(name, ON_GLOBAL_SEQUENCES, True)
+    yield from _mixing_around_layers(module, parts)
+    for name in _counting_rows(module):
+        yield ClassFact(name, KEEPS_SEQUENCES, f"{name} counts the positions of each row, and takes no position_ids")
+    for name, forward in module.methods():
+        if name.endswith("Embeddings") and _pads_shifted(module, forward):
+            yield ClassFact(name, KEEPS_SEQUENCES, f"{name} concatenates the embeddings of neighboring tokens")
+        if name not in parts and not _ENCODERS.search(name) and _attends_to_others(module, forward):
+            yield ClassFact(name, KEEPS_SEQUENCES, f"{name} attends to other states than its own")
 
 
 @lru_cache(maxsize=8)

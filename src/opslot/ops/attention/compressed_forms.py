@@ -47,23 +47,21 @@ _LAST = "{}[:, -position_ids.shape[1] :]"
 _IF_BOUND = "if takes_selected_keys(self.rotary_emb.config):\n    return compressed_kv, "
 
 
-class CompressedAttention:
+def find_compressed_attention(module: ModuleView) -> Iterator[Match | Skip]:
     """Attention classes with a compressor, and the classes of their compressors."""
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, forward in module.methods():
-            if not _is_compressed(module, forward):
-                continue
-            compressors = dict(_compressors(module))
-            unknown = [owner for owner, row in compressors.items() if row is None]
-            if module.fingerprint(forward) not in ATTENTION:
-                yield Skip(name, OP, "attends to compressed keys in another way than the reviewed forms")
-            elif unknown or not compressors:
-                yield Skip(name, OP, f"gets compressed keys from {unknown[0] if unknown else 'no class'}, not reviewed")
-            else:
-                kinds = {owner: row.variant for owner, row in compressors.items() if row is not None}
-                indexers = [owner for owner, _ in module.methods() if owner.endswith("Indexer")]
-                yield Match(name, OP, VARIANT, partial(_write, name, kinds, indexers))
+    for name, forward in module.methods():
+        if not _is_compressed(module, forward):
+            continue
+        compressors = dict(_compressors(module))
+        unknown = [owner for owner, row in compressors.items() if row is None]
+        if module.fingerprint(forward) not in ATTENTION:
+            yield Skip(name, OP, "attends to compressed keys in another way than the reviewed forms")
+        elif unknown or not compressors:
+            yield Skip(name, OP, f"gets compressed keys from {unknown[0] if unknown else 'no class'}, not reviewed")
+        else:
+            kinds = {owner: row.variant for owner, row in compressors.items() if row is not None}
+            indexers = [owner for owner, _ in module.methods() if owner.endswith("Indexer")]
+            yield Match(name, OP, VARIANT, partial(_write, name, kinds, indexers))
 
 
 def _is_compressed(module: ModuleView, forward: str) -> bool:
@@ -136,4 +134,4 @@ def _take_earlier_tokens(name: str, indexers: list[str], patch: PatchConfig) -> 
         )
 
 
-FORMS = (CompressedAttention(),)
+FORMS = (find_compressed_attention,)

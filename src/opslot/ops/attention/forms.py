@@ -101,71 +101,67 @@ attention_mask = None
 """
 
 
-class Attention:
+def find_attention(module: ModuleView) -> Iterator[Match | Skip]:
     """Each class that calls Transformers' attention interface."""
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        maker = _makes_masks_for_parts(module)
-        if maker:
-            # Its config has an implementation too, which decides how its masks look.
-            yield Skip(maker, OP, "makes masks for parts with configs of their own")
-        for name, forward in module.methods():
-            # Those with a compressor are in compressed_forms.py.
-            if "ALL_ATTENTION_FUNCTIONS" not in module.text(forward) or "self.compressor(" in module.text(forward):
-                continue
-            eager = _eager_function(module, forward)
-            indexed = _indexed(module, name)
-            variant = _variant(module, name) if indexed is None else indexed_attention.VARIANT
-            reason = _unsupported(module, name, eager, variant)
-            if not reason and maker:
-                reason = f"gets masks that {maker} makes with another config"
-            if reason:
-                yield Skip(name, OP, reason)
-            else:
-                yield self._match(module, name, forward, Slot(OP, variant), eager, indexed)
-
-    @staticmethod
-    def _match(
-        module: ModuleView,
-        name: str,
-        forward: str,
-        slot: Slot,
-        eager: str,
-        indexed: indexed_attention.IndexedForm | None,
-    ) -> Match:
-        """The attention of class `name`; of its text, only calls that may be cross attention change."""
-        options, cross, block_masks = (
-            _options(module, forward),
-            _cross_calls(module, forward),
-            _with_block_masks(module),
-        )
-
-        def write(patch: PatchConfig) -> None:
-            if indexed is not None:
-                indexed.write(patch, name)
-            patch.slot_config([name], slot, depends=[eager])
-            patch.set_attribute(name, ATTENTION_OPTIONS, (slot.variant, options))
-            for method in block_masks:
-                patch.replace(method, _NO_MASK, _IMAGE_BOUNDARIES)
-            if cross is None:
-                return
-            condition, calls = cross
-            for call, count in calls.items():
-                marked = f"{call.removesuffix(')')}, **cross_attention_argument(self.config, {condition}))"
-                patch.replace(forward, call, marked, count=count)
-            patch.add_import("opslot.ops.attention.calls", ["cross_attention_argument"])
-
-        return Match(name, OP, slot.variant, write)
+    maker = _makes_masks_for_parts(module)
+    if maker:
+        # Its config has an implementation too, which decides how its masks look.
+        yield Skip(maker, OP, "makes masks for parts with configs of their own")
+    for name, forward in module.methods():
+        # Those with a compressor are in compressed_forms.py.
+        if "ALL_ATTENTION_FUNCTIONS" not in module.text(forward) or "self.compressor(" in module.text(forward):
+            continue
+        eager = _eager_function(module, forward)
+        indexed = _indexed(module, name)
+        variant = _variant(module, name) if indexed is None else indexed_attention.VARIANT
+        reason = _unsupported(module, name, eager, variant)
+        if not reason and maker:
+            reason = f"gets masks that {maker} makes with another config"
+        if reason:
+            yield Skip(name, OP, reason)
+        else:
+            yield _match(module, name, forward, Slot(OP, variant), eager, indexed)
 
 
-class OwnAttention:
+def _match(
+    module: ModuleView,
+    name: str,
+    forward: str,
+    slot: Slot,
+    eager: str,
+    indexed: indexed_attention.IndexedForm | None,
+) -> Match:
+    """The attention of class `name`; of its text, only calls that may be cross attention change."""
+    options, cross, block_masks = (
+        _options(module, forward),
+        _cross_calls(module, forward),
+        _with_block_masks(module),
+    )
+
+    def write(patch: PatchConfig) -> None:
+        if indexed is not None:
+            indexed.write(patch, name)
+        patch.slot_config([name], slot, depends=[eager])
+        patch.set_attribute(name, ATTENTION_OPTIONS, (slot.variant, options))
+        for method in block_masks:
+            patch.replace(method, _NO_MASK, _IMAGE_BOUNDARIES)
+        if cross is None:
+            return
+        condition, calls = cross
+        for call, count in calls.items():
+            marked = f"{call.removesuffix(')')}, **cross_attention_argument(self.config, {condition}))"
+            patch.replace(forward, call, marked, count=count)
+        patch.add_import("opslot.ops.attention.calls", ["cross_attention_argument"])
+
+    return Match(name, OP, slot.variant, write)
+
+
+def find_own_attention(module: ModuleView) -> Iterator[Skip | ClassFact]:
     """Classes that compute attention themselves: no kernel that is selected for a model reaches them."""
-
-    def find(self, module: ModuleView) -> Iterator[Skip | ClassFact]:
-        for name in module.classes:
-            if _computes_attention(module, name):
-                yield ClassFact(name, COMPUTES_ATTENTION, True)
-                yield Skip(name, OP, "computes attention itself, without Transformers' attention interface")
+    for name in module.classes:
+        if _computes_attention(module, name):
+            yield ClassFact(name, COMPUTES_ATTENTION, True)
+            yield Skip(name, OP, "computes attention itself, without Transformers' attention interface")
 
 
 def _computes_attention(module: ModuleView, name: str) -> bool:
@@ -420,4 +416,4 @@ def other_masks(module: ModuleView, needed: bool = True, by_mask: bool = False) 
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 
 
-FORMS = (Attention(), OwnAttention())
+FORMS = (find_attention, find_own_attention)

@@ -19,13 +19,11 @@ is_flash_attention_requested = or_bound_with_cu_seqlens(is_flash_attention_reque
 """
 
 
-class CuSeqlensForFlash:
+def find_cu_seqlens_for_flash(module: ModuleView) -> Iterator[ClassFact]:
     """Classes that separate sequences by cu_seqlens where a FlashAttention of Transformers runs, as towers do."""
-
-    def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        for name, forward in module.methods():
-            if cu_seqlens_branches(module, forward):
-                yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
+    for name, forward in module.methods():
+        if cu_seqlens_branches(module, forward):
+            yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
 
 
 # Hidden states of the first position, of the last one and of all.
@@ -39,28 +37,26 @@ _CONVOLVES = re.compile(r"Adapter|ResNetBlock")
 _ONE_HOT_LABELS = re.compile(r"argmax\(labels\.")
 
 
-class ReadsPadding:
+def find_readers_of_padding(module: ModuleView) -> Iterator[ClassFact]:
     """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens,
     question answering, whose loss compares all positions with that of the answer, the classification of frames, whose
     loss is of all positions, and convolutions of what attention returned."""
-
-    def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        masks_padding = module.called_by_methods("create_bidirectional_mask")
-        for name, forward in module.methods() if masks_padding else ():
-            text = module.text(forward)
-            if _LAST_OR_ALL.search(text):
-                yield ClassFact(name, READS_PADDING, ALL_PADDING)
-            elif _FIRST.search(text):
-                yield ClassFact(name, READS_PADDING, FIRST_PADDING)
-            elif _ONE_HOT_LABELS.search(text):
-                yield ClassFact(name, READS_PADDING, ALL_PADDING)
-        for name in module.classes:
-            convolves = _CONVOLVES.search(name) and "nn.Conv1d(" in module.text(f"{name}.__init__")
-            if "ForQuestionAnswering" in name or (masks_padding and convolves):
-                yield ClassFact(name, READS_PADDING, ALL_PADDING)
+    masks_padding = module.called_by_methods("create_bidirectional_mask")
+    for name, forward in module.methods() if masks_padding else ():
+        text = module.text(forward)
+        if _LAST_OR_ALL.search(text):
+            yield ClassFact(name, READS_PADDING, ALL_PADDING)
+        elif _FIRST.search(text):
+            yield ClassFact(name, READS_PADDING, FIRST_PADDING)
+        elif _ONE_HOT_LABELS.search(text):
+            yield ClassFact(name, READS_PADDING, ALL_PADDING)
+    for name in module.classes:
+        convolves = _CONVOLVES.search(name) and "nn.Conv1d(" in module.text(f"{name}.__init__")
+        if "ForQuestionAnswering" in name or (masks_padding and convolves):
+            yield ClassFact(name, READS_PADDING, ALL_PADDING)
 
 
-class MasksOfOneImplementation:
+def find_masks_of_one_implementation(module: ModuleView) -> Iterator[Skip | ClassFact]:
     """Attention that reads any mask as one implementation makes it.
 
     Sparse attention whose indexer adds any mask to scores: Transformers' sdpa gives it none, or one of bools, so that
@@ -68,17 +64,15 @@ class MasksOfOneImplementation:
     causal one only where it gets one (up to 5.17). Attention without the interface that reads bools: Gemma 4's of audio
     up to 5.17, which sees what eager attention's masks hide.
     """
-
-    def find(self, module: ModuleView) -> Iterator[Skip | ClassFact]:
-        for name, forward in module.methods():
-            if is_sparse(module, forward):
-                if adds_given_masks(module):
-                    yield ClassFact(name, MASKS_OF, "eager")
-            elif _adds_own_mask(module, name):
+    for name, forward in module.methods():
+        if is_sparse(module, forward):
+            if adds_given_masks(module):
                 yield ClassFact(name, MASKS_OF, "eager")
-            elif READS_BOOLS in module.text(forward) and "Attention" in name:
-                yield ClassFact(name, MASKS_OF, "sdpa")
-                yield Skip(name, OP, "computes attention itself, with masks of bools")
+        elif _adds_own_mask(module, name):
+            yield ClassFact(name, MASKS_OF, "eager")
+        elif READS_BOOLS in module.text(forward) and "Attention" in name:
+            yield ClassFact(name, MASKS_OF, "sdpa")
+            yield Skip(name, OP, "computes attention itself, with masks of bools")
 
 
 def _adds_own_mask(module: ModuleView, name: str) -> bool:
@@ -98,4 +92,4 @@ def _adds_own_mask(module: ModuleView, name: str) -> bool:
     return any("attention_mask is not None" in module.text(f"{name}.{maker}") for maker in makers)
 
 
-FORMS = (CuSeqlensForFlash(), ReadsPadding(), MasksOfOneImplementation())
+FORMS = (find_cu_seqlens_for_flash, find_readers_of_padding, find_masks_of_one_implementation)

@@ -52,32 +52,30 @@ _FUSED_IN_TRAINING = "self.training and $cache is None"
 _CALLS = "opslot.ops.causal_conv1d.calls"
 
 
-class Convolutions:
+def find_convolutions(module: ModuleView) -> Iterator[Match | Skip | ClassFact]:
     """Classes that convolve causally over the sequence."""
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip | ClassFact]:
-        matched = set()
-        for method, calls in module.callers(_FUNCTION).items():
-            if match := _call(module, method, calls):
-                matched.add(match.symbol)
-                yield match
-        for method in module.callers(f"self.{_FUNCTION}"):
-            owner = method.partition(".")[0]
-            if module.count(method, _OPTIONAL) == 1:
-                matched.add(owner)
-                yield Match(owner, OP, _SLOT.variant, partial(_write_optional, method))
-        for owner, method in module.methods(_OWN_METHOD):
-            pattern = next((pattern for pattern in _OWN if module.count(method, pattern) == 1), None)
-            if pattern is not None and module.count(f"{owner}.forward", _FAST) == 1:
-                matched.add(owner)
-                fast = _FAST, f"{_BOUND} is None and $match"
-                yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, _OWN_METHOD, pattern, fast, 1))
-        for owner, method in module.methods(_SLOW_METHOD):
-            if module.count(method, _OWN_SLOW) == 2 and module.count(f"{owner}.forward", _FAST_RETURN) == 1:
-                matched.add(owner)
-                fast = _FAST_RETURN, f"if {_BOUND} is None:\n    $match"
-                yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, _SLOW_METHOD, _OWN_SLOW, fast, 2))
-        yield from skip_callers(module, OP, f"(torch_)?causal_conv1d(_fn|_update)?|{_FUNCTION}", matched=matched)
+    matched = set()
+    for method, calls in module.callers(_FUNCTION).items():
+        if match := _call(module, method, calls):
+            matched.add(match.symbol)
+            yield match
+    for method in module.callers(f"self.{_FUNCTION}"):
+        owner = method.partition(".")[0]
+        if module.count(method, _OPTIONAL) == 1:
+            matched.add(owner)
+            yield Match(owner, OP, _SLOT.variant, partial(_write_optional, method))
+    for owner, method in module.methods(_OWN_METHOD):
+        pattern = next((pattern for pattern in _OWN if module.count(method, pattern) == 1), None)
+        if pattern is not None and module.count(f"{owner}.forward", _FAST) == 1:
+            matched.add(owner)
+            fast = _FAST, f"{_BOUND} is None and $match"
+            yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, _OWN_METHOD, pattern, fast, 1))
+    for owner, method in module.methods(_SLOW_METHOD):
+        if module.count(method, _OWN_SLOW) == 2 and module.count(f"{owner}.forward", _FAST_RETURN) == 1:
+            matched.add(owner)
+            fast = _FAST_RETURN, f"if {_BOUND} is None:\n    $match"
+            yield Match(owner, OP, _SLOT.variant, partial(_write_own, owner, _SLOW_METHOD, _OWN_SLOW, fast, 2))
+    yield from skip_callers(module, OP, f"(torch_)?causal_conv1d(_fn|_update)?|{_FUNCTION}", matched=matched)
 
 
 def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | None:
@@ -123,4 +121,4 @@ def _bound_or(original: str, values: str) -> str:
     return f"{_BOUND}({values}) if {_BOUND} is not None else conv_by_document({original}, {values})"
 
 
-FORMS = (Convolutions(),)
+FORMS = (find_convolutions,)

@@ -50,7 +50,7 @@ class DeltaRules:
     l2norm: str
     other_names: str
 
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+    def __call__(self, module: ModuleView) -> Iterator[Match | Skip]:
         matched = set()
         for method, calls in module.callers(self.function, "self.chunk_gated_delta_rule").items():
             if match := self._call(module, method, calls):
@@ -88,11 +88,9 @@ class DeltaRules:
         return Match(owner, OP, self.slot.variant, write)
 
 
-class OtherRecurrences:
+def find_other_recurrences(module: ModuleView) -> Iterator[Skip]:
     """Classes that call another recurrence."""
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        yield from skip_callers(module, OP, _RWKV, "calls {function}, another recurrence than the gated delta rule")
+    return skip_callers(module, OP, _RWKV, "calls {function}, another recurrence than the gated delta rule")
 
 
 FORMS = (
@@ -112,5 +110,5 @@ FORMS = (
         "160b1824d170",
         _KIMI_DELTA_ATTENTION,
     ),
-    OtherRecurrences(),
+    find_other_recurrences,
 )

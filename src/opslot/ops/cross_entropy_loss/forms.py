@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Skip
@@ -18,60 +18,51 @@ _CAUSAL = Slot(OP, "causal")
 _CLASSIFICATION = Slot(OP, "sequence_classification")
 _HEADS = "(For(CausalLM|ConditionalGeneration|MaskedLM)|MTModel)$|LMHead"
 _LOG_PROBS = ("opslot.ops.cross_entropy_loss.log_probs", "returns_log_probs")
+_LOSS_OF_CLASSIFIER = {
+    "GenericForSequenceClassification": "ForSequenceClassificationLoss",
+    "GenericForTokenClassification": "ForTokenClassification",
+}
 _LAYERS, _LOSSES = "transformers.modeling_layers", "transformers.loss.loss_utils"
 
 
-class LanguageModelHeads:
+def find_language_model_heads(module: ModuleView) -> Iterator[Match | Skip]:
     """Heads of language models: the statements from the logits to the loss."""
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, forward in module.methods():
-            if re.search(_HEADS, name) and "labels" in module.parameters(forward):
-                yield self._head(module, name, forward)
-
-    @staticmethod
-    def _head(module: ModuleView, name: str, forward: str) -> Match | Skip:
-        function, init = module.function(forward), module.upstream.find(f"{name}.__init__")
-        assert init is None or isinstance(init, ast.FunctionDef)
-        try:
-            region = loss_region(function, init, name, module.classes)
-        except UnknownLossError as reason:
-            # The forward raises for return_log_probs, instead of ignoring the argument.
-            return Skip(name, OP, str(reason), lambda patch: patch.decorate(forward, *_LOG_PROBS))
-
-        def write(patch: PatchConfig) -> None:
-            patch.slot_loss(forward, _CAUSAL)
-            patch.set_attribute(name, LOSS_FUNCTION, region.loss_function)
-            patch.decorate(forward, *_LOG_PROBS)
-            patch.depends_on(_LOSSES, "ForCausalLMLoss", "fixed_cross_entropy")
-
-        return Match(name, OP, _CAUSAL.variant, write)
+    for name, forward in module.methods():
+        if re.search(_HEADS, name) and "labels" in module.parameters(forward):
+            yield _head(module, name, forward)
 
 
-@dataclass(frozen=True)
-class Classifiers:
-    """Heads with the forward of Transformers' generic classifier: only the loss."""
+def _head(module: ModuleView, name: str, forward: str) -> Match | Skip:
+    function, init = module.function(forward), module.upstream.find(f"{name}.__init__")
+    assert init is None or isinstance(init, ast.FunctionDef)
+    try:
+        region = loss_region(function, init, name, module.classes)
+    except UnknownLossError as reason:
+        # The forward raises for return_log_probs, instead of ignoring the argument.
+        return Skip(name, OP, str(reason), lambda patch: patch.decorate(forward, *_LOG_PROBS))
 
-    head: str
-    loss: str
+    def write(patch: PatchConfig) -> None:
+        patch.slot_loss(forward, _CAUSAL)
+        patch.set_attribute(name, LOSS_FUNCTION, region.loss_function)
+        patch.decorate(forward, *_LOG_PROBS)
+        patch.depends_on(_LOSSES, "ForCausalLMLoss", "fixed_cross_entropy")
 
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+    return Match(name, OP, _CAUSAL.variant, write)
+
+
+def find_classifiers(module: ModuleView) -> Iterator[Match]:
+    """Heads with the forward of one of Transformers' generic classifiers: only the loss."""
+    for base, loss in _LOSS_OF_CLASSIFIER.items():
         for name in module.classes:
-            if f"Generic{self.head}" in module.bases(name) and not module.own_methods(name):
-                yield self._match(name)
-
-    def _match(self, name: str) -> Match:
-        def write(patch: PatchConfig) -> None:
-            patch.inherit_method(f"{name}.forward", _LAYERS, f"Generic{self.head}.forward")
-            patch.slot_loss(f"{name}.forward", _CLASSIFICATION)
-            patch.set_attribute(name, LOSS_FUNCTION, self.loss)
-            patch.depends_on(_LOSSES, self.loss, "fixed_cross_entropy")
-
-        return Match(name, OP, _CLASSIFICATION.variant, write)
+            if base in module.bases(name) and not module.own_methods(name):
+                yield Match(name, OP, _CLASSIFICATION.variant, partial(_write_classifier, name, base, loss))
 
 
-FORMS = (
-    LanguageModelHeads(),
-    Classifiers("ForSequenceClassification", "ForSequenceClassificationLoss"),
-    Classifiers("ForTokenClassification", "ForTokenClassification"),
-)
+def _write_classifier(name: str, base: str, loss: str, patch: PatchConfig) -> None:
+    patch.inherit_method(f"{name}.forward", _LAYERS, f"{base}.forward")
+    patch.slot_loss(f"{name}.forward", _CLASSIFICATION)
+    patch.set_attribute(name, LOSS_FUNCTION, loss)
+    patch.depends_on(_LOSSES, loss, "fixed_cross_entropy")
+
+
+FORMS = (find_language_model_heads, find_classifiers)

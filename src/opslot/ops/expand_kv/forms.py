@@ -20,16 +20,12 @@ _BOUND = f"self.{_SLOT.attribute}"
 _METHOD = "313b46fcd781"
 
 
-class ExpandKvMethods:
+def find_expanding_methods(module: ModuleView) -> Iterator[Match]:
     """Methods of that fingerprint."""
-
-    def find(self, module: ModuleView) -> Iterator[Match]:
-        for name in module.classes:
-            for method in (f"{name}.{each}" for each in module.own_methods(name)):
-                if "kv_b_proj" in module.text(method) and module.fingerprint(method) == _METHOD:
-                    yield Match(
-                        name, _SLOT.op, _SLOT.variant, partial(_write_method, method, module.parameters(method)[1])
-                    )
+    for name in module.classes:
+        for method in (f"{name}.{each}" for each in module.own_methods(name)):
+            if "kv_b_proj" in module.text(method) and module.fingerprint(method) == _METHOD:
+                yield Match(name, _SLOT.op, _SLOT.variant, partial(_write_method, method, module.parameters(method)[1]))
 
 
 def _write_method(method: str, k_rot: str, patch: PatchConfig) -> None:
@@ -66,16 +62,14 @@ class _Statements:
     nope: str
 
 
-class ExpandedKeys:
-    """Such statements in a forward, with nothing else that uses their names in between."""
-
-    def find(self, module: ModuleView) -> Iterator[Match]:
-        for name, forward in module.methods():
-            if ".expand(" in module.text(forward):
-                definition = module.function(forward)
-                found = [each for each in _find_statements(definition.body) if _is_closed(definition, each)]
-                if len(found) == 1:
-                    yield Match(name, _SLOT.op, _SLOT.variant, partial(_write_statements, forward, found[0]))
+def find_expanded_keys(module: ModuleView) -> Iterator[Match]:
+    """`_Statements` in a forward, with nothing else that uses their names in between."""
+    for name, forward in module.methods():
+        if ".expand(" in module.text(forward):
+            definition = module.function(forward)
+            found = [each for each in _find_statements(definition.body) if _is_closed(definition, each)]
+            if len(found) == 1:
+                yield Match(name, _SLOT.op, _SLOT.variant, partial(_write_statements, forward, found[0]))
 
 
 def _find_statements(body: list[ast.stmt]) -> Iterator[_Statements]:
@@ -137,4 +131,4 @@ def _write_statements(forward: str, found: _Statements, patch: PatchConfig) -> N
     )
 
 
-FORMS = (ExpandKvMethods(), ExpandedKeys())
+FORMS = (find_expanding_methods, find_expanded_keys)

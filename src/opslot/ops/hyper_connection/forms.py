@@ -58,20 +58,18 @@ class Collapses(MethodForms):
         return next((row for row in self.rows if (row.hash, row.helper) == key), None)
 
 
-class NextStreams:
+def find_next_streams(module: ModuleView) -> Iterator[Match | Skip]:
     """Expressions of a layer that make the next streams from its output, those of one variant."""
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, forward in module.methods():
-            text = module.text(forward)
-            if "_hc(" not in text or "dtype = hidden_states.dtype" not in text:
-                continue
-            for variant, (pattern, args) in _EXPRESSIONS.items():
-                if count := module.count(forward, pattern):
-                    yield Match(name, OP, variant, partial(_write_expression, forward, variant, pattern, args, count))
-                    break
-            else:
-                yield Skip(name, OP, _REASON)
+    for name, forward in module.methods():
+        text = module.text(forward)
+        if "_hc(" not in text or "dtype = hidden_states.dtype" not in text:
+            continue
+        for variant, (pattern, args) in _EXPRESSIONS.items():
+            if count := module.count(forward, pattern):
+                yield Match(name, OP, variant, partial(_write_expression, forward, variant, pattern, args, count))
+                break
+        else:
+            yield Skip(name, OP, _REASON)
 
 
 def _write_expression(method: str, variant: str, pattern: str, args: str, count: int, patch: PatchConfig) -> None:
@@ -86,5 +84,5 @@ FORMS = (
         candidate=lambda name, text: "self.input_norm(" in text and "sigmoid" in text,
         reason=_REASON,
     ),
-    NextStreams(),
+    find_next_streams,
 )

@@ -210,18 +210,16 @@ def _statements(module: ModuleView, name: str) -> tuple[str, str] | None:
     return next((key for key, text in _STATEMENTS.items() if module.count(f"{name}.forward", text) == 1), None)
 
 
-class IndexerScores:
+def find_indexer_scores(module: ModuleView) -> Iterator[Match | Skip]:
     """Indexers that sum the weighted scores of their heads."""
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, _ in module.methods():
-            found, selection = _statements(module, name), _selection(module, name)
-            if selection is not None:
-                yield Match(name, OP, selection.variant, partial(_write_selection, name, selection))
-            elif found is not None:
-                yield Match(name, OP, _SLOT.variant, partial(_write, name, found, selects_keys(module, name)))
-            elif name.endswith("Indexer") and _INLINE.search(module.text(f"{name}.forward")):
-                yield Skip(name, OP, "scores keys in another way than the reviewed forms")
+    for name, _ in module.methods():
+        found, selection = _statements(module, name), _selection(module, name)
+        if selection is not None:
+            yield Match(name, OP, selection.variant, partial(_write_selection, name, selection))
+        elif found is not None:
+            yield Match(name, OP, _SLOT.variant, partial(_write, name, found, selects_keys(module, name)))
+        elif name.endswith("Indexer") and _INLINE.search(module.text(f"{name}.forward")):
+            yield Skip(name, OP, "scores keys in another way than the reviewed forms")
 
 
 def _write(name: str, statements: tuple[str, str], selects: bool, patch: PatchConfig) -> None:
@@ -247,7 +245,7 @@ def _write_selection(name: str, selection: _Selection, patch: PatchConfig) -> No
 
 
 FORMS = (
-    IndexerScores(),
+    find_indexer_scores,
     MethodForms(
         op=OP,
         rows=(

@@ -150,20 +150,18 @@ _LIGHTNING_BLOCKS = "range(num_blocks)"
 _LIGHTNING_OUTPUT = "attn_output = torch.cat(attn_output, dim=-2)"
 
 
-class Scans:
+def find_scans(module: ModuleView) -> Iterator[Match | Skip]:
     """Classes that call a scan of all tokens; its recurrent form, for single tokens, stays Transformers'."""
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        matched = set()
-        for function, call_form in ((_FUNCTION, _call), (_SELECTIVE, _selective_call)):
-            for method, calls in module.callers(function).items():
-                if match := call_form(module, method, calls):
-                    matched.add(match.symbol)
-                    yield match
-        for match in (*_mixers(module), *_slow_mixers(module)):
-            matched.add(match.symbol)
-            yield match
-        yield from skip_callers(module, OP, _SCANS, matched=matched)
+    matched = set()
+    for function, call_form in ((_FUNCTION, _call), (_SELECTIVE, _selective_call)):
+        for method, calls in module.callers(function).items():
+            if match := call_form(module, method, calls):
+                matched.add(match.symbol)
+                yield match
+    for match in (*_mixers(module), *_slow_mixers(module)):
+        matched.add(match.symbol)
+        yield match
+    yield from skip_callers(module, OP, _SCANS, matched=matched)
 
 
 def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | None:
@@ -360,14 +358,12 @@ def _is_gated(call: ast.Call) -> bool:
     return any(keyword.arg == "z" and ast.unparse(keyword.value) != "None" for keyword in call.keywords)
 
 
-class LightningAttention:
+def find_lightning_attention(module: ModuleView) -> Iterator[Match]:
     """Classes with lightning attention (MiniMax); single tokens that continue from a state stay Transformers'."""
-
-    def find(self, module: ModuleView) -> Iterator[Match]:
-        for name, forward in module.methods():
-            if module.fingerprint(forward) in _LIGHTNING:
-                cache = "cache" if "cache" in module.parameters(forward) else "past_key_values"
-                yield Match(name, OP, _SLOT.variant, partial(_write_lightning, forward, cache))
+    for name, forward in module.methods():
+        if module.fingerprint(forward) in _LIGHTNING:
+            cache = "cache" if "cache" in module.parameters(forward) else "past_key_values"
+            yield Match(name, OP, _SLOT.variant, partial(_write_lightning, forward, cache))
 
 
 def _write_lightning(forward: str, cache: str, patch: PatchConfig) -> None:
@@ -383,4 +379,4 @@ def _write_lightning(forward: str, cache: str, patch: PatchConfig) -> None:
     add_imports(patch, _CALLS, "lightning_attention", "lightning_by_document")
 
 
-FORMS = (Scans(), LightningAttention())
+FORMS = (find_scans, find_lightning_attention)

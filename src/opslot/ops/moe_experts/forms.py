@@ -159,24 +159,22 @@ _CALLED = (
 _CALLERS = {"9e8b75a13d3e": _LLAMA4, "beccf0e1eeb0": _DBRX, "dbc772826d4c": _DBRX}
 
 
-class ExpertClasses:
+def find_experts(module: ModuleView) -> Iterator[Match | Skip]:
     """Classes whose `forward` is the op, and pairs of a class of `_CALLED` and its caller.
 
     Of a pair, the slot is on the class that owns the weights, outside its `forward`. While a kernel is bound, the
     caller passes `_PARAMETERS` instead.
     """
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        rows = {row.hash: row for row in _CALLED}
-        owners = {name: rows[h] for name, f in module.methods() if (h := module.fingerprint(f)) in rows}
-        callers = [(f, _CALLERS[h]) for _, f in module.methods() if (h := module.fingerprint(f)) in _CALLERS]
-        found = set()
-        # One class of each kind; with more, it is unknown which belong together.
-        if len(owners) == len(callers) == 1:
-            ((owner, row),), ((caller, call),) = owners.items(), callers
-            found = {owner, caller.partition(".")[0]}
-            yield _called(owner, row, caller, *call)
-        yield from (f for f in _WHOLE_METHODS.find(module) if not (isinstance(f, Skip) and f.symbol in found))
+    rows = {row.hash: row for row in _CALLED}
+    owners = {name: rows[h] for name, f in module.methods() if (h := module.fingerprint(f)) in rows}
+    callers = [(f, _CALLERS[h]) for _, f in module.methods() if (h := module.fingerprint(f)) in _CALLERS]
+    found = set()
+    # One class of each kind; with more, it is unknown which belong together.
+    if len(owners) == len(callers) == 1:
+        ((owner, row),), ((caller, call),) = owners.items(), callers
+        found = {owner, caller.partition(".")[0]}
+        yield _called(owner, row, caller, *call)
+    yield from (f for f in _WHOLE_METHODS(module) if not (isinstance(f, Skip) and f.symbol in found))
 
 
 def _called(owner: str, row: Reviewed, caller: str, attribute: str, pattern: str, instead: str) -> Match:
@@ -193,4 +191,4 @@ def _called(owner: str, row: Reviewed, caller: str, attribute: str, pattern: str
     return Match(owner, slot.op, row.variant, write)
 
 
-FORMS = (ExpertClasses(),)
+FORMS = (find_experts,)

@@ -18,21 +18,19 @@ _ARGUMENTS = ("in_channels", "out_channels", "kernel_size", "stride", "padding",
 _ALLOWED = {"in_channels", "out_channels", "kernel_size", "stride", "padding", "bias"}
 
 
-class PatchConvolutions:
+def find_patch_convolutions(module: ModuleView) -> Iterator[Match]:
     """Calls of an attribute that the constructor sets to nn.Conv1d, 2d or 3d, with the same kernel size and stride."""
-
-    def find(self, module: ModuleView) -> Iterator[Match]:
-        for name, constructor in module.methods("__init__"):
-            embeds = _patch_convolutions(module.function(constructor))
-            calls = {
-                (method, attribute): len(found)
-                for method in module.own_methods(name)
-                for attribute in embeds
-                if (found := module.calls(f"{name}.{method}", f"self.{attribute}"))
-                and all(len(call.args) == 1 and not call.keywords for call in found)
-            }
-            if calls:
-                yield Match(name, _SLOT.op, _SLOT.variant, partial(_write, name, calls))
+    for name, constructor in module.methods("__init__"):
+        embeds = _patch_convolutions(module.function(constructor))
+        calls = {
+            (method, attribute): len(found)
+            for method in module.own_methods(name)
+            for attribute in embeds
+            if (found := module.calls(f"{name}.{method}", f"self.{attribute}"))
+            and all(len(call.args) == 1 and not call.keywords for call in found)
+        }
+        if calls:
+            yield Match(name, _SLOT.op, _SLOT.variant, partial(_write, name, calls))
 
 
 def _write(name: str, calls: dict[tuple[str, str], int], patch: PatchConfig) -> None:
@@ -77,4 +75,4 @@ def _embeds_patches(call: ast.Call) -> bool:
     )
 
 
-FORMS = (PatchConvolutions(),)
+FORMS = (find_patch_convolutions,)

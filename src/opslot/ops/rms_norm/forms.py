@@ -164,42 +164,41 @@ _SUMS = ("$h = $residual + $x", "$h = $x + $residual")
 _NORM = "$residual = $h\n$h = self.{norm}($h)"
 
 
-class ResidualNorms:
+def find_residual_norms(module: ModuleView) -> Iterator[Match | Skip]:
     """The residual addition of a layer together with the norm that follows it.
 
     The last addition of a layer is followed by the next layer's norm, which this layer's forward cannot reach.
     """
+    for name, forward in module.methods():
+        found = list(_residual_norms(module.function(forward)))
+        if len(found) != 1:
+            continue
+        (norm,) = found
+        made = re.search(rf"self\.{norm} = (\w+)\(", module.text(f"{name}.__init__"))
+        row = NORMS.row(module, made.group(1)) if made and made.group(1) in module.classes else None
+        if row is not None and row.variant in _WITH_RESIDUAL and row.returns == "{call}":
+            yield _match(name, forward, row, norm)
 
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, forward in module.methods():
-            found = list(_residual_norms(module.function(forward)))
-            if len(found) != 1:
-                continue
-            (norm,) = found
-            made = re.search(rf"self\.{norm} = (\w+)\(", module.text(f"{name}.__init__"))
-            row = NORMS.row(module, made.group(1)) if made and made.group(1) in module.classes else None
-            if row is not None and row.variant in _WITH_RESIDUAL and row.returns == "{call}":
-                yield self._match(name, forward, row, norm)
 
-    def _match(self, name: str, forward: str, row: Reviewed, norm: str) -> Match:
-        slot = Slot("rms_norm", _WITH_RESIDUAL[row.variant])
-        args = row.args.removeprefix("{0}, ").format("$residual", rest="").replace("self.", "norm.")
+def _match(name: str, forward: str, row: Reviewed, norm: str) -> Match:
+    slot = Slot("rms_norm", _WITH_RESIDUAL[row.variant])
+    args = row.args.removeprefix("{0}, ").format("$residual", rest="").replace("self.", "norm.")
 
-        def write(patch: PatchConfig) -> None:
-            patch.replace(
-                forward,
-                [f"{total}\n{_NORM.format(norm=norm)}" for total in _SUMS],
-                f"""
-                norm = self.{norm}
-                if self.{slot.attribute} is not None and self.{slot.attribute}.can_serve(norm):
-                    $h, $residual = self.{slot.attribute}($x, $residual, {args})
-                else:
-                    $match
-                """,
-                slot=slot,
-            )
+    def write(patch: PatchConfig) -> None:
+        patch.replace(
+            forward,
+            [f"{total}\n{_NORM.format(norm=norm)}" for total in _SUMS],
+            f"""
+            norm = self.{norm}
+            if self.{slot.attribute} is not None and self.{slot.attribute}.can_serve(norm):
+                $h, $residual = self.{slot.attribute}($x, $residual, {args})
+            else:
+                $match
+            """,
+            slot=slot,
+        )
 
-        return Match(name, slot.op, slot.variant, write)
+    return Match(name, slot.op, slot.variant, write)
 
 
 def _residual_norms(forward: ast.AST) -> Iterator[str]:
@@ -221,4 +220,4 @@ def _residual_norms(forward: ast.AST) -> Iterator[str]:
                     yield norm
 
 
-FORMS = (NORMS, ResidualNorms())
+FORMS = (NORMS, find_residual_norms)

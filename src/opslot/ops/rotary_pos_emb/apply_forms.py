@@ -210,16 +210,14 @@ _ONE_ANGLE_PER_PAIR = {
 }
 
 
-class RotaryFunctions:
+def find_rotary_functions(module: ModuleView) -> Iterator[Match | Skip]:
     """Module-level functions named `apply_*rotary*`."""
-
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, form in rotary_functions(module):
-            reason = mismatch(module, name, form)
-            if form is None or reason:
-                yield Skip(name, OP, reason)
-            else:
-                yield _match(module, name, form)
+    for name, form in rotary_functions(module):
+        reason = mismatch(module, name, form)
+        if form is None or reason:
+            yield Skip(name, OP, reason)
+        else:
+            yield _match(module, name, form)
 
 
 def rotary_functions(module: ModuleView) -> Iterator[tuple[str, RotaryForm | None]]:

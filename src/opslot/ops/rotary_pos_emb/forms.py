@@ -12,7 +12,14 @@ from functools import partial
 
 # Discovery loads these two first, so this does not import their packages, which import torch.
 from opslot.ops.rms_norm.forms import NORMS
-from opslot.ops.rotary_pos_emb.apply_forms import OP, ROWS, RotaryForm, RotaryFunctions, mismatch, rotary_functions
+from opslot.ops.rotary_pos_emb.apply_forms import (
+    OP,
+    ROWS,
+    RotaryForm,
+    find_rotary_functions,
+    mismatch,
+    rotary_functions,
+)
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed
 from opslot.patchgen.normed_heads import NormedHeads, normed_heads
@@ -26,32 +33,31 @@ _OF_LAST_CHANNELS = {
 }
 
 
-class LatentQueries:
+def find_latent_queries(module: ModuleView) -> Iterator[Match]:
     """Queries that are split, rotated in their last channels and concatenated again, as in latent attention.
 
     The slots are next to those of the rotary function, which serve where a kernel has no form for such queries.
     """
+    for name, method in module.methods():
+        if "torch.cat" not in module.text(method):
+            continue
+        for split in split_and_concatenated(module.function(method)):
+            forms = [_form(module, rotation, split.last) for rotation in split.between]
+            if forms and None not in forms:
+                yield from _of_last_channels(name, method, split, [form for form in forms if form])
 
-    def find(self, module: ModuleView) -> Iterator[Match]:
-        for name, method in module.methods():
-            if "torch.cat" not in module.text(method):
-                continue
-            for split in split_and_concatenated(module.function(method)):
-                forms = [self._form(module, rotation, split.last) for rotation in split.between]
-                if forms and None not in forms:
-                    yield from _of_last_channels(name, method, split, [form for form in forms if form])
 
-    def _form(self, module: ModuleView, rotation: ast.Assign, last: str) -> RotaryForm | None:
-        """The form of `q_rot, k_rot = function(q_rot, k_rot, cos, sin)`, q_rot being `last`."""
-        match rotation:
-            case ast.Assign(
-                targets=[ast.Tuple(elts=[ast.Name(id=q_out), ast.Name()])],
-                value=ast.Call(func=ast.Name(id=name), args=[ast.Name(id=q), *_]),
-            ) if q == q_out == last:
-                form = next((row for row in ROWS if row.matches(module, name)), None)
-                if form is not None and form.variant in _OF_LAST_CHANNELS and not mismatch(module, name, form):
-                    return form
-        return None
+def _form(module: ModuleView, rotation: ast.Assign, last: str) -> RotaryForm | None:
+    """The form of `q_rot, k_rot = function(q_rot, k_rot, cos, sin)`, q_rot being `last`."""
+    match rotation:
+        case ast.Assign(
+            targets=[ast.Tuple(elts=[ast.Name(id=q_out), ast.Name()])],
+            value=ast.Call(func=ast.Name(id=name), args=[ast.Name(id=q), *_]),
+        ) if q == q_out == last:
+            form = next((row for row in ROWS if row.matches(module, name)), None)
+            if form is not None and form.variant in _OF_LAST_CHANNELS and not mismatch(module, name, form):
+                return form
+    return None
 
 
 def _of_last_channels(name: str, method: str, split: SplitTensor, forms: list[RotaryForm]) -> Iterator[Match]:
@@ -106,46 +112,44 @@ _NORM_OPTIONS = {
 }
 
 
-class NormedAndRotated:
+def find_normed_and_rotated(module: ModuleView) -> Iterator[Match]:
     """Heads of queries and keys that have an RMSNorm right before or after the rotation.
 
     The slots are next to those of the norms and of the rotary function, which serve where a kernel has no form of both,
     or the norms may not be replaced.
     """
-
-    def find(self, module: ModuleView) -> Iterator[Match]:
-        rotations = [
-            (name, form)
-            for name, form in rotary_functions(module)
-            if form and form.variant in _WITH_NORM and not form.inverse and not mismatch(module, name, form)
+    rotations = [
+        (name, form)
+        for name, form in rotary_functions(module)
+        if form and form.variant in _WITH_NORM and not form.inverse and not mismatch(module, name, form)
+    ]
+    for owner, method in module.methods():
+        found = [
+            (form, heads)
+            for name, form in rotations
+            if module.calls(method, name)
+            for heads in normed_heads(module.function(method), name)
         ]
-        for owner, method in module.methods():
-            found = [
-                (form, heads)
-                for name, form in rotations
-                if module.calls(method, name)
-                for heads in normed_heads(module.function(method), name)
-            ]
-            if len(found) == 1:
-                yield from self._match(module, owner, method, *found[0])
+        if len(found) == 1:
+            yield from _match(module, owner, method, *found[0])
 
-    def _match(
-        self, module: ModuleView, owner: str, method: str, form: RotaryForm, heads: NormedHeads
-    ) -> Iterator[Match]:
-        variant = _WITH_NORM[form.variant][heads.is_last]
-        row, other = (self._row(module, owner, _norm_name(norm)) for norm in heads.norms)
-        anchors = (heads.before, *heads.norms, heads.call)
-        is_found = all(module.count(method, ast.unparse(node)) == 1 for node in anchors)
-        if variant is not None and row is not None and row == other and is_found:
-            slot = Slot(OP, variant, name=f"{form.slot.suffix}_norm")
-            yield Match(owner, OP, variant, partial(_write_normed, method, slot, heads, row))
 
-    def _row(self, module: ModuleView, owner: str, norm: str) -> Reviewed | None:
-        """The form of the only class that a constructor gives the attribute `norm`, if a variant has it."""
-        made = set(re.findall(rf"self\.{norm} = (.+?)\(", module.text(f"{owner}.__init__")))
-        name = made.pop() if len(made) == 1 else ""
-        row = NORMS.row(module, name) if name in module.classes else None
-        return row if row is not None and row.variant in _NORM_OPTIONS and row.returns == "{call}" else None
+def _match(module: ModuleView, owner: str, method: str, form: RotaryForm, heads: NormedHeads) -> Iterator[Match]:
+    variant = _WITH_NORM[form.variant][heads.is_last]
+    row, other = (_row(module, owner, _norm_name(norm)) for norm in heads.norms)
+    anchors = (heads.before, *heads.norms, heads.call)
+    is_found = all(module.count(method, ast.unparse(node)) == 1 for node in anchors)
+    if variant is not None and row is not None and row == other and is_found:
+        slot = Slot(OP, variant, name=f"{form.slot.suffix}_norm")
+        yield Match(owner, OP, variant, partial(_write_normed, method, slot, heads, row))
+
+
+def _row(module: ModuleView, owner: str, norm: str) -> Reviewed | None:
+    """The form of the only class that a constructor gives the attribute `norm`, if a variant has it."""
+    made = set(re.findall(rf"self\.{norm} = (.+?)\(", module.text(f"{owner}.__init__")))
+    name = made.pop() if len(made) == 1 else ""
+    row = NORMS.row(module, name) if name in module.classes else None
+    return row if row is not None and row.variant in _NORM_OPTIONS and row.returns == "{call}" else None
 
 
 def _norm_name(call: ast.Call) -> str:
@@ -183,4 +187,4 @@ def _write_normed(method: str, slot: Slot, heads: NormedHeads, row: Reviewed, pa
     )
 
 
-FORMS = (NormedAndRotated(), LatentQueries(), RotaryFunctions())
+FORMS = (find_normed_and_rotated, find_latent_queries, find_rotary_functions)

@@ -98,30 +98,29 @@ _STATEMENTS = (
 )
 
 
-class GatedMLPs:
+def find_gated_mlps(module: ModuleView) -> Iterator[Match | Skip]:
     """The product of act(gate) and up, which have one shape: two projections of one width, or halves of a tensor."""
+    for name, forward in module.methods():
+        if name.endswith("Experts"):
+            continue  # moe_experts replaces them as a whole
+        text = module.text(forward)
+        used = [act for act in ACTIVATION_ATTRIBUTES if re.search(rf"self\.{act}\(", text)]
+        match = _match(module, name, forward, used[0]) if len(used) == 1 and " * " in text else None
+        if match is not None:
+            yield match
+        elif name.endswith("MLP") and "act" in text and re.search(r"\w\)? \* ", text):
+            reason = "computes something else than act(gate) * up, with gate and up of one shape"
+            yield Skip(name, "swiglu_mlp", reason)
 
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        for name, forward in module.methods():
-            if name.endswith("Experts"):
-                continue  # moe_experts replaces them as a whole
-            text = module.text(forward)
-            used = [act for act in ACTIVATION_ATTRIBUTES if re.search(rf"self\.{act}\(", text)]
-            match = self._match(module, name, forward, used[0]) if len(used) == 1 and " * " in text else None
-            if match is not None:
-                yield match
-            elif name.endswith("MLP") and "act" in text and re.search(r"\w\)? \* ", text):
-                reason = "computes something else than act(gate) * up, with gate and up of one shape"
-                yield Skip(name, "swiglu_mlp", reason)
 
-    def _match(self, module: ModuleView, name: str, forward: str, activation: str) -> Match | None:
-        for row in (row.with_activation(activation) for row in _STATEMENTS):
-            if row.may_match(module.text(forward)) and module.count(forward, row.code) == 1:
-                return _match_statements(name, forward, row)
-        for gated in (f"self.{activation}($gate) * $up", f"$up * self.{activation}($gate)"):
-            if module.count(forward, gated) == 1 and _operands_share_a_shape(module, name, activation):
-                return _match_product(name, forward, gated, activation)
-        return None
+def _match(module: ModuleView, name: str, forward: str, activation: str) -> Match | None:
+    for row in (row.with_activation(activation) for row in _STATEMENTS):
+        if row.may_match(module.text(forward)) and module.count(forward, row.code) == 1:
+            return _match_statements(name, forward, row)
+    for gated in (f"self.{activation}($gate) * $up", f"$up * self.{activation}($gate)"):
+        if module.count(forward, gated) == 1 and _operands_share_a_shape(module, name, activation):
+            return _match_product(name, forward, gated, activation)
+    return None
 
 
 def _match_statements(name: str, forward: str, row: GatedStatements) -> Match:
@@ -242,4 +241,4 @@ def _is_number_of_config(made: ast.expr) -> bool:
     return not isinstance(made, ast.Call) and "config" in names_in(made)
 
 
-FORMS = (GatedMLPs(),)
+FORMS = (find_gated_mlps,)

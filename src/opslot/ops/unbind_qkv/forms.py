@@ -15,16 +15,14 @@ _SLOT = Slot("unbind_qkv", "standard")
 _PATTERNS = ("$qkv.permute(1, 0, 2, 3).unbind(0)", "$qkv.unbind(dim=-3)")
 
 
-class UnboundProjections:
+def find_unbound_projections(module: ModuleView) -> Iterator[Match]:
     """Assignments of three slices along the third dimension from the end to names of queries, keys and values."""
-
-    def find(self, module: ModuleView) -> Iterator[Match]:
-        for name, forward in module.methods():
-            if "unbind" not in module.text(forward):
-                continue
-            found = {pattern: count for pattern in _PATTERNS if (count := module.count(forward, pattern))}
-            if found and _unpacks(module.function(forward), sum(found.values())):
-                yield Match(name, _SLOT.op, _SLOT.variant, partial(_write, forward, found))
+    for name, forward in module.methods():
+        if "unbind" not in module.text(forward):
+            continue
+        found = {pattern: count for pattern in _PATTERNS if (count := module.count(forward, pattern))}
+        if found and _unpacks(module.function(forward), sum(found.values())):
+            yield Match(name, _SLOT.op, _SLOT.variant, partial(_write, forward, found))
 
 
 def _unpacks(definition: ast.AST, count: int) -> bool:
@@ -53,13 +51,11 @@ def _write(method: str, found: dict[str, int], patch: PatchConfig) -> None:
 _SLICED = Slot("unbind_qkv", "sliced")
 
 
-class SlicedProjections:
+def find_sliced_projections(module: ModuleView) -> Iterator[Match]:
     """Three assignments of adjacent slices of the last dimension, which are then viewed as heads."""
-
-    def find(self, module: ModuleView) -> Iterator[Match]:
-        for name, forward in module.methods():
-            if found := _slices(module.function(forward)):
-                yield Match(name, _SLICED.op, _SLICED.variant, partial(_write_slices, forward, found))
+    for name, forward in module.methods():
+        if found := _slices(module.function(forward)):
+            yield Match(name, _SLICED.op, _SLICED.variant, partial(_write_slices, forward, found))
 
 
 def _slices(definition: ast.FunctionDef) -> list[ast.Assign] | None:
@@ -109,4 +105,4 @@ def _write_slices(method: str, slices: list[ast.Assign], patch: PatchConfig) -> 
     )
 
 
-FORMS = (UnboundProjections(), SlicedProjections())
+FORMS = (find_unbound_projections, find_sliced_projections)
