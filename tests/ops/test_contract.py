@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from opslot.ops._common.contract import takes
+from opslot.ops._common.contract import takes, variants_of
 
 
 class Sum(NamedTuple):
@@ -37,3 +37,20 @@ def test_kernel_is_a_function_of_its_module():
     from opslot.ops.mamba_chunk_scan.op import reference
 
     assert pickle.loads(pickle.dumps(reference)) is reference
+
+
+def left_only(left: int) -> Sum:
+    """One term."""
+    return Sum(left, 0)
+
+
+(left_only_kernel,) = variants_of(lambda given: given.left + given.right, [left_only], __name__)
+
+
+def test_kernels_of_variants_have_their_names():
+    assert left_only_kernel(3) == 3
+    assert (left_only_kernel.__module__, left_only_kernel.__qualname__) == (__name__, "left_only")
+    assert (left_only_kernel.__doc__, [*inspect.signature(left_only_kernel).parameters]) == ("One term.", ["left"])
+    from opslot.ops.moe_experts.op import split
+
+    assert pickle.loads(pickle.dumps(split)) is split

@@ -369,9 +369,9 @@ def test_triton_strided_weights_and_float64_raise():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_triton_with_tensor_descriptors(variant):
     """The kernels for Hopper; on a CPU through the interpreter."""
+    from opslot.ops.moe_experts import contract
     from opslot.ops.moe_experts import triton as fused
     from opslot.ops.moe_experts._autograd import Wanted
-    from opslot.ops.moe_experts.contract import variants
     from opslot.ops.moe_experts.routing import Routing
     from opslot.ops.moe_experts.tiling import GemmTiling, Tiles
 
@@ -380,11 +380,7 @@ def test_triton_with_tensor_descriptors(variant):
     tiles = Tiles(32, 32, 32, 4, 2, group=2)
     plan = GemmTiling(32, tiles, tiles, tiles, tiles, tiles, tiles, tma=True, programs=3)
     tensors = inputs(tokens=45, experts=3, hidden=72, intermediate=40, variant=variant)
-    calls = []
-    signatures = variants(lambda *arguments: calls.append(arguments))
-    names = ("standard", "clamped", "biased", "split", "transposed", "ungated")
-    dict(zip(names, signatures, strict=True))[variant](*tensors)
-    ((x, experts, index, weights),) = calls
+    x, experts, index, weights = getattr(contract, variant)(*tensors)
     with torch.no_grad():
         out, projected, *routing = fused.forward(plan, x, experts, index, weights)
         wanted = Wanted(True, True, True)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from opslot.bench.step_inputs import model_class, trained_config
-from opslot.ops.moe_experts.contract import Experts, variants
+from opslot.ops._common.contract import takes
+from opslot.ops.moe_experts.contract import ExpertsInputs, biased, standard
 
 
-def _run_experts(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run_experts(given: ExpertsInputs) -> Tensor:
     """The experts implementation that Transformers selects by default, for Qwen3-MoE's or gpt-oss's experts."""
+    hidden_states, experts, top_k_index, top_k_weights = given
     count, hidden, intermediate = experts.sizes
     weights = {"gate_up_proj": experts.gate_up_proj, "down_proj": experts.down_proj}
     settings: dict[str, Any] = {}
@@ -36,9 +38,6 @@ def _run_experts(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, t
         module = cls(config)
     vars(module).update(settings)
     return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
-
-
-grouped_mm, _clamped, grouped_mm_biased, *_ = variants(_run_experts)
 
 
 def chunk_gated_delta_rule(
@@ -84,8 +83,8 @@ def mamba_chunk_scan(
 
 
 KERNELS = {
-    ("moe_experts", "standard"): {"grouped_mm": grouped_mm},
-    ("moe_experts", "biased"): {"grouped_mm": grouped_mm_biased},
+    ("moe_experts", "standard"): {"grouped_mm": takes(standard)(_run_experts)},
+    ("moe_experts", "biased"): {"grouped_mm": takes(biased)(_run_experts)},
     ("chunk_gated_delta_rule", "standard"): {"torch": chunk_gated_delta_rule},
     ("causal_conv1d", "standard"): {"torch": causal_conv1d},
     ("mamba_chunk_scan", "standard"): {"torch": mamba_chunk_scan},

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from opslot._base.errors import ConfigError
 from opslot.bench.baselines import hf
-from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants
+from opslot.ops._common.contract import takes
+from opslot.ops.cross_entropy_loss.contract import LossInputs, causal
 
 
 def _norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,19 +40,19 @@ def _gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     return function.apply(gate, up)
 
 
-def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
+@takes(causal)
+def _causal(inputs: LossInputs) -> Tensor:
+    num_items = inputs.num_items_in_batch
     loss = liger_fused_linear_cross_entropy(
         inputs.hidden_states.reshape(-1, inputs.hidden_states.shape[-1]) * inputs.logit_scale,
         inputs.weight,
         inputs.labels.reshape(-1),
         reduction="mean" if num_items is None else "sum",
-        label_smoothing=label_smoothing,
+        label_smoothing=inputs.label_smoothing,
         softcap=inputs.softcap,
     )
     return loss if num_items is None else loss / num_items
 
-
-_causal, _ = loss_variants(_loss, __name__)
 
 KERNELS = {
     ("rms_norm", "standard"): {"in place": _norm},

@@ -5,10 +5,13 @@ from __future__ import annotations
 from quack.linear_cross_entropy import chunked_linear_cross_entropy
 from torch import Tensor
 
-from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants
+from opslot.ops._common.contract import takes
+from opslot.ops.cross_entropy_loss.contract import LossInputs, causal
 
 
-def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
+@takes(causal)
+def _causal(inputs: LossInputs) -> Tensor:
+    num_items, label_smoothing = inputs.num_items_in_batch, inputs.label_smoothing
     given = {"softcap": inputs.softcap, "logit_scale": inputs.logit_scale != 1.0, "label_smoothing": label_smoothing}
     unsupported = [name for name, asked in given.items() if asked]
     if unsupported:
@@ -21,7 +24,5 @@ def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: f
     )
     return loss if num_items is None else loss / num_items
 
-
-_causal, _ = loss_variants(_loss, __name__)
 
 KERNELS = {("cross_entropy_loss", "causal"): {"chunked": _causal}}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opslot._base.host_values import device_copy
 from opslot.ops._common.arguments import in_autocast_dtype, reject
+from opslot.ops._common.contract import variants_of
 from opslot.ops._common.custom_op import custom_op, differentiable_op, once_differentiable
 from opslot.ops.cross_entropy_loss.chunked import (
     Backend,
@@ -23,7 +24,7 @@ from opslot.ops.cross_entropy_loss.chunked import (
     token_gradients,
     tokens,
 )
-from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants, token_log_probs_variant
+from opslot.ops.cross_entropy_loss.contract import LOSSES, LossInputs, token_log_probs
 from opslot.ops.cross_entropy_loss.low_rank import low_rank_of, set_adds_adapters
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_hidden, Tensor? low_weight, Tensor labels"
@@ -48,7 +49,7 @@ class _Ops:
 _OPS: dict[str, _Ops] = {}
 
 
-def make_kernels(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def make_kernels(backend: Backend) -> tuple[Callable[..., Any], ...]:
     """The backend's kernels of causal, sequence_classification and token_log_probs.
 
     Defines its custom ops, so it is called once per backend.
@@ -57,11 +58,11 @@ def make_kernels(backend: Backend) -> tuple[Callable[..., Any], Callable[..., An
     _OPS[name] = _Ops(_loss_op(backend), _token_op(backend), backend.rescale, backend.unsupported)
 
     module = backend.loss_step.__module__
-    causal, sequence_classification = loss_variants(partial(_loss, name), module)
-    token_log_probs = token_log_probs_variant(partial(_token_log_probs, name), module)
-    for kernel in (causal, sequence_classification, token_log_probs):
+    losses = variants_of(partial(_loss, name), LOSSES, module)
+    kernels = (*losses, *variants_of(partial(_token_log_probs, name), [token_log_probs], module))
+    for kernel in kernels:
         set_adds_adapters(kernel)
-    return causal, sequence_classification, token_log_probs
+    return kernels
 
 
 def _shape(name: str, softcap: float | None, logit_scale: float) -> tuple[float, float]:
@@ -131,9 +132,9 @@ def loss_divisor(
     return num_items.reshape(()).to(dtype)
 
 
-def _prepared(name: str, inputs: LossInputs, label_smoothing: float) -> tuple[Head, Tensor, ShapingArguments]:
+def _prepared(name: str, inputs: LossInputs) -> tuple[Head, Tensor, ShapingArguments]:
     """The logits to compute, with the adapters of the module `head`, and the labels [N]."""
-    shaping = (inputs.ignore_index, float(label_smoothing), *_shape(name, inputs.softcap, inputs.logit_scale))
+    shaping = (inputs.ignore_index, float(inputs.label_smoothing), *_shape(name, inputs.softcap, inputs.logit_scale))
     hidden, weight, bias, labels = flat_inputs(name, *inputs[:4])
     reason = _OPS[name].unsupported(hidden)
     if reason:
@@ -148,11 +149,11 @@ def _reject(name: str, argument: str, found: str) -> NoReturn:
     reject(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
 
-def _loss(name: str, inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
-    head, labels, shaping = _prepared(name, inputs, label_smoothing)
+def _loss(name: str, inputs: LossInputs) -> Tensor:
+    head, labels, shaping = _prepared(name, inputs)
     if not 0.0 <= shaping[1] <= 1.0:
         _reject(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
-    divisor = loss_divisor(name, labels, num_items, shaping[0], loss_dtype(head.hidden.dtype))
+    divisor = loss_divisor(name, labels, inputs.num_items_in_batch, shaping[0], loss_dtype(head.hidden.dtype))
     recording = torch.is_grad_enabled()
     wanted = tuple([recording and x is not None and x.requires_grad for x in head])
     if any(wanted):
@@ -161,7 +162,7 @@ def _loss(name: str, inputs: LossInputs, num_items: Tensor | int | None, label_s
 
 
 def _token_log_probs(name: str, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    head, labels, shaping = _prepared(name, inputs, 0.0)
+    head, labels, shaping = _prepared(name, inputs)
     log_probs, entropy = _OPS[name].tokens(*head, labels, *shaping)
     return log_probs.view(inputs.labels.shape), entropy.view(inputs.labels.shape)
 

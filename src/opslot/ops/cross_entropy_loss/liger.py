@@ -10,12 +10,13 @@ import torch
 from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 from torch import Tensor
 
-from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants
+from opslot.ops._common.contract import variants_of
+from opslot.ops.cross_entropy_loss.contract import LOSSES, LossInputs
 from opslot.ops.cross_entropy_loss.fused import flat_inputs, loss_divisor
 
 
-def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
-    hidden_states, weight, bias, labels, ignore_index, softcap, logit_scale, _ = inputs
+def _loss(inputs: LossInputs) -> Tensor:
+    hidden_states, weight, bias, labels, ignore_index, softcap, logit_scale, _, num_items, label_smoothing = inputs
     # Scale the hidden states, which are smaller than the logits; exact for a power of two.
     if logit_scale != 1.0:
         hidden_states = hidden_states * logit_scale
@@ -41,4 +42,4 @@ def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: f
     return torch.where(divisor == 0, float("nan"), loss) if num_items is None else loss / divisor
 
 
-causal, sequence_classification = loss_variants(_loss, __name__)
+causal, sequence_classification = variants_of(_loss, LOSSES)

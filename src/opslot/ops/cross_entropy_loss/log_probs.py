@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import ConfigError, KernelError
-from opslot.ops.cross_entropy_loss.contract import loss_variants
+from opslot.ops.cross_entropy_loss.contract import causal
 from opslot.ops.cross_entropy_loss.low_rank import linear_of
 from opslot.ops.cross_entropy_loss.op import log_probs_of, scaled_and_capped
 from opslot.slots import protocol
@@ -144,8 +144,8 @@ class _TokenLoss:
         return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        inputs, num_items, _ = _inputs_of(*args, **kwargs)
-        hidden_states, weight, bias, labels, ignore_index, softcap, logit_scale, _ = inputs
+        given = causal(*args, **kwargs)
+        hidden_states, weight, bias, labels, ignore_index, softcap, logit_scale, _, num_items, _ = given
         labels = labels.reshape(hidden_states.shape[:-1]).to(hidden_states.device)
         # cap * tanh(scale * z / cap) / T is a softcap too.
         softcap, logit_scale = softcap / self.temperature if softcap else None, logit_scale / self.temperature
@@ -171,7 +171,3 @@ class _TokenLoss:
         divisor = (labels != ignore_index).sum() if num_items is None else num_items
         divisor = divisor.to(hidden_states.device).reshape(()) if isinstance(divisor, Tensor) else divisor
         return -self.values[0].sum() / divisor
-
-
-# The arguments of the variant `causal` as (inputs, num_items_in_batch, label_smoothing).
-_inputs_of: Callable[..., Any] = loss_variants(lambda *given: given, __name__)[0]  # type: ignore[arg-type]

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from opslot._base.wrapper_tensors import wrapper_class
 from opslot.ops._common.arguments import upcast
+from opslot.ops._common.contract import takes, variants_of
+from opslot.ops.cross_entropy_loss import contract
 from opslot.ops.cross_entropy_loss.cases import CAUSAL_CASES, CLASSIFICATION_CASES, TOKEN_CASES, benchmark_case
-from opslot.ops.cross_entropy_loss.contract import LossInputs, loss_variants, token_log_probs_variant
+from opslot.ops.cross_entropy_loss.contract import LOSSES, LossInputs
 from opslot.ops.cross_entropy_loss.heads import can_serve
 from opslot.ops.cross_entropy_loss.low_rank import linear_of, low_rank_problem
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
@@ -40,13 +42,14 @@ def scaled_and_capped(logits: Tensor, softcap: float | None, logit_scale: float)
     return logits
 
 
-def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: float) -> Tensor:
+def _loss(inputs: LossInputs) -> Tensor:
+    num_items = inputs.num_items_in_batch
     logits = _logits(inputs)
     logits = upcast(logits).reshape(-1, logits.shape[-1])
     labels = inputs.labels.reshape(-1).to(logits.device)
     reduction = "mean" if num_items is None else "sum"
     loss = F.cross_entropy(
-        logits, labels, ignore_index=inputs.ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        logits, labels, ignore_index=inputs.ignore_index, reduction=reduction, label_smoothing=inputs.label_smoothing
     )
     if num_items is None:
         return loss
@@ -54,12 +57,12 @@ def _loss(inputs: LossInputs, num_items: Tensor | int | None, label_smoothing: f
     return loss / (num_items.to(loss.device).reshape(()) if isinstance(num_items, Tensor) else num_items)
 
 
-def _token_log_probs(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+@takes(contract.token_log_probs)
+def token_log_probs(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     return log_probs_of(_logits(inputs), inputs.labels.to(inputs.hidden_states.device), inputs.ignore_index)
 
 
-causal, sequence_classification = loss_variants(_loss, __name__)
-token_log_probs = token_log_probs_variant(_token_log_probs, __name__)
+causal, sequence_classification = variants_of(_loss, LOSSES)
 
 
 def head_of(module: Any) -> Any:

@@ -11,22 +11,19 @@ from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.ops._common.activations import activation_name, activation_problem
 from opslot.ops._common.arguments import autocast_dtype
-from opslot.ops.moe_experts.contract import Experts
+from opslot.ops.moe_experts.contract import Experts, ExpertsInputs
 
 Problem = tuple[str, str] | None
 
 
 def prepare(
     kernel: str,
-    hidden_states: Tensor,
-    experts: Experts,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    given: ExpertsInputs,
     dtypes: frozenset[torch.dtype] | None = None,
     contiguous: bool = False,
     multiple: int = 1,
 ) -> tuple[Tensor, Experts]:
-    """Check the arguments; returns `hidden_states` and `experts`, cast to autocast's dtype if autocast is enabled.
+    """Check a call; returns its `hidden_states` and `experts`, cast to autocast's dtype if autocast is enabled.
 
     The activation of `experts` becomes its name in `ACTIVATIONS`.
 
@@ -35,6 +32,7 @@ def prepare(
             in `dtypes`, a hidden or intermediate size that is not a multiple of `multiple`, or, if `contiguous`,
             weights that are not contiguous.
     """
+    hidden_states, experts, top_k_index, top_k_weights = given
     experts = _with_activation_name(experts)
     wanted = autocast_dtype(hidden_states)
     if wanted is not None:

@@ -1,4 +1,4 @@
-"""The signatures of the variants of moe_experts, and the parameters that experts have in any of them.
+"""The arguments of the variants of moe_experts, and the parameters that experts have in any of them.
 
 Shapes: T tokens, K experts per token, E local experts, H hidden size, I intermediate size. `hidden_states` [T, H];
 `gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]; `top_k_index` [T, K]
@@ -75,129 +75,124 @@ class Experts(NamedTuple):
         return gating == (None, 1.0, 0.0, "silu", True)
 
 
-# (hidden_states, experts, top_k_index, top_k_weights) -> [T, H]
-Run = Callable[[Tensor, Experts, Tensor, Tensor], Tensor]
-Contract = Callable[..., Tensor]
+class ExpertsInputs(NamedTuple):
+    """What all variants take."""
+
+    hidden_states: Tensor
+    experts: Experts
+    top_k_index: Tensor
+    top_k_weights: Tensor
 
 
-def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract, Contract, Contract]:
-    """`run` with the signatures of standard, clamped, biased, split, transposed and ungated, for names of its module.
+# The arguments of the variants. All but the last compute gated experts (Shazeer 2020, section 2): the sum over a
+# token's experts of weight * down(activation(gate x) * up x), [T, H] in the dtype of `hidden_states`.
 
-    All but the last compute gated experts (Shazeer 2020, section 2): the sum over a token's experts of weight *
-    down(activation(gate x) * up x), [T, H] in the dtype of `hidden_states`.
+
+def standard(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    activation: Activation = "silu",
+) -> ExpertsInputs:
+    """`gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]."""
+    experts = Experts(gate_up_proj, down_proj, activation=activation)
+    return ExpertsInputs(hidden_states, experts, top_k_index, top_k_weights)
+
+
+def clamped(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    limit: float,
+    alpha: float = 1,
+    up_offset: float = 0,
+    clamps_activation: bool = False,
+) -> ExpertsInputs:
+    """Standard with a clamped gating: (u + up_offset) * g * sigmoid(alpha * g), g = min(gate, limit), u = up within
+    -limit..limit; clamped values get no gradient.
+
+    DeepSeek-V4's experts with the defaults, MiniMax-M3's with alpha 1.702 and up_offset 1. With
+    `clamps_activation`, as in Step-3.7, gate * sigmoid(alpha * gate) is limited instead of gate. An infinite limit
+    clamps nothing.
     """
-    transposed = _unclamped(run, transposed=True, down_transposed=True)
-    contracts = _unclamped(run), _clamped(run), _biased(run), _split(run), transposed, _ungated(run)
-    # Functions of the module that assigns them, which print and are pickled by name.
-    for name, contract in zip(("standard", "clamped", "biased", "split", "transposed", "ungated"), contracts):
-        contract.__module__, contract.__name__, contract.__qualname__ = run.__module__, name, name
-    return contracts
+    gating: dict[str, Any] = {"alpha": alpha, "up_offset": up_offset}
+    if limit != math.inf:
+        gating |= {"limit": limit, "clamps_activation": clamps_activation}
+    return ExpertsInputs(hidden_states, Experts(gate_up_proj, down_proj, **gating), top_k_index, top_k_weights)
 
 
-def _unclamped(run: Run, **layout: bool) -> Contract:
-    def contract(
-        hidden_states: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        activation: Activation = "silu",
-    ) -> Tensor:
-        """Standard; transposed, as in Aria and Llama 4: `gate_up_proj` [E, H, 2I], `down_proj` [E, I, H]."""
-        experts = Experts(gate_up_proj, down_proj, activation=activation, **layout)  # type: ignore[arg-type]
-        return run(hidden_states, experts, top_k_index, top_k_weights)
+def biased(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj_bias: Tensor,
+    down_proj_bias: Tensor,
+    limit: float,
+    alpha: float,
+) -> ExpertsInputs:
+    """gpt-oss's experts: clamped with up_offset 1, biases on both GEMMs, and transposed weights.
 
-    return contract
-
-
-def _clamped(run: Run) -> Contract:
-    def contract(
-        hidden_states: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        limit: float,
-        alpha: float = 1,
-        up_offset: float = 0,
-        clamps_activation: bool = False,
-    ) -> Tensor:
-        """Standard with a clamped gating: (u + up_offset) * g * sigmoid(alpha * g), g = min(gate, limit), u = up within
-        -limit..limit; clamped values get no gradient.
-
-        DeepSeek-V4's experts with the defaults, MiniMax-M3's with alpha 1.702 and up_offset 1. With
-        `clamps_activation`, as in Step-3.7, gate * sigmoid(alpha * gate) is limited instead of gate. An infinite limit
-        clamps nothing.
-        """
-        gating = {"alpha": alpha, "up_offset": up_offset}
-        if limit != math.inf:
-            gating |= {"limit": limit, "clamps_activation": clamps_activation}
-        return run(hidden_states, Experts(gate_up_proj, down_proj, **gating), top_k_index, top_k_weights)  # type: ignore[arg-type]
-
-    return contract
+    `gate_up_proj` [E, H, 2I] and `gate_up_proj_bias` [E, 2I] with interleaved gate and up columns;
+    `down_proj` [E, I, H]; `down_proj_bias` [E, H].
+    """
+    experts = Experts(
+        gate_up_proj,
+        down_proj,
+        gate_up_bias=gate_up_proj_bias,
+        down_bias=down_proj_bias,
+        limit=limit,
+        alpha=alpha,
+        up_offset=1.0,
+        transposed=True,
+        down_transposed=True,
+    )
+    return ExpertsInputs(hidden_states, experts, top_k_index, top_k_weights)
 
 
-def _biased(run: Run) -> Contract:
-    def contract(
-        hidden_states: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        gate_up_proj_bias: Tensor,
-        down_proj_bias: Tensor,
-        limit: float,
-        alpha: float,
-    ) -> Tensor:
-        """gpt-oss's experts: clamped with up_offset 1, biases on both GEMMs, and transposed weights.
-
-        `gate_up_proj` [E, H, 2I] and `gate_up_proj_bias` [E, 2I] with interleaved gate and up columns;
-        `down_proj` [E, I, H]; `down_proj_bias` [E, H].
-        """
-        experts = Experts(
-            gate_up_proj,
-            down_proj,
-            gate_up_bias=gate_up_proj_bias,
-            down_bias=down_proj_bias,
-            limit=limit,
-            alpha=alpha,
-            up_offset=1.0,
-            transposed=True,
-            down_transposed=True,
-        )
-        return run(hidden_states, experts, top_k_index, top_k_weights)
-
-    return contract
+def split(
+    hidden_states: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    activation: Activation = "silu",
+) -> ExpertsInputs:
+    """DBRX's experts: standard with separate tensors for gate and up; all three weights are [E, I, H]."""
+    experts = Experts(gate_proj, down_proj, up_proj, activation=activation, down_transposed=True)
+    return ExpertsInputs(hidden_states, experts, top_k_index, top_k_weights)
 
 
-def _split(run: Run) -> Contract:
-    def contract(
-        hidden_states: Tensor,
-        gate_proj: Tensor,
-        up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        activation: Activation = "silu",
-    ) -> Tensor:
-        """DBRX's experts: standard with separate tensors for gate and up; all three weights are [E, I, H]."""
-        experts = Experts(gate_proj, down_proj, up_proj, activation=activation, down_transposed=True)
-        return run(hidden_states, experts, top_k_index, top_k_weights)
-
-    return contract
+def transposed(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    activation: Activation = "silu",
+) -> ExpertsInputs:
+    """As in Aria and Llama 4: `gate_up_proj` [E, H, 2I], `down_proj` [E, I, H]."""
+    experts = Experts(gate_up_proj, down_proj, activation=activation, transposed=True, down_transposed=True)
+    return ExpertsInputs(hidden_states, experts, top_k_index, top_k_weights)
 
 
-def _ungated(run: Run) -> Contract:
-    def contract(
-        hidden_states: Tensor,
-        up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        activation: Activation = "silu",
-    ) -> Tensor:
-        """Experts without a gate, as in Nemotron 3: the sum of weight * down(activation(up x)), `up_proj` [E, I, H]."""
-        experts = Experts(up_proj, down_proj, activation=activation, gated=False)
-        return run(hidden_states, experts, top_k_index, top_k_weights)
+def ungated(
+    hidden_states: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    activation: Activation = "silu",
+) -> ExpertsInputs:
+    """Experts without a gate, as in Nemotron 3: the sum of weight * down(activation(up x)), `up_proj` [E, I, H]."""
+    experts = Experts(up_proj, down_proj, activation=activation, gated=False)
+    return ExpertsInputs(hidden_states, experts, top_k_index, top_k_weights)
 
-    return contract
+
+VARIANTS: tuple[Callable[..., ExpertsInputs], ...] = (standard, clamped, biased, split, transposed, ungated)

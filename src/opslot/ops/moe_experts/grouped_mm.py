@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opslot._base.tensor_cache import TensorCache
+from opslot.ops._common.contract import variants_of
 from opslot.ops.moe_experts._autograd import Backward, Forward, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts._gating import empty_parts
-from opslot.ops.moe_experts.contract import Experts, variants
+from opslot.ops.moe_experts.contract import VARIANTS, Experts, ExpertsInputs
 from opslot.ops.moe_experts.low_rank import add_adapters
 from opslot.ops.moe_experts.rows import ExpertsCall, backward, forward, saved_parts
 
@@ -27,10 +28,10 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run(given: ExpertsInputs) -> Tensor:
     """On any device and in any floating dtype. Deterministic."""
-    x, experts = prepare("grouped_mm", hidden_states, experts, top_k_index, top_k_weights)
-    return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
+    x, experts = prepare("grouped_mm", given)
+    return _experts(x, experts, given.top_k_index, given.top_k_weights).to(given.hidden_states.dtype)
 
 
 class _SortedRows:
@@ -83,10 +84,10 @@ class _SortedRows:
         return terms.sum(1, dtype=dtype).to(rows.dtype)
 
 
-standard, clamped, biased, split, transposed, ungated = variants(_run)
+KERNELS = standard, clamped, biased, split, transposed, ungated = variants_of(_run, VARIANTS)
 add_adapters(
     "grouped_mm",
-    (standard, clamped, biased, split, transposed, ungated),
+    KERNELS,
     functools.partial(prepare, "grouped_mm"),
     lambda x, index, experts: _SortedRows.sorted(index, experts, _gemm_for(x, experts)),
     lambda index, experts: index.numel(),

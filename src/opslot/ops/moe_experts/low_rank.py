@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops.moe_experts._autograd import GATING, TENSORS, on_its_device
 from opslot.ops.moe_experts._gating import empty_parts
-from opslot.ops.moe_experts.contract import Contract, Experts, variants
+from opslot.ops.moe_experts.contract import VARIANTS, Experts, ExpertsInputs
 from opslot.ops.moe_experts.rows import ExpertRows, ExpertsCall, Factors, backward, forward, saved_parts
 
 Sort = Callable[[Tensor, Tensor, Experts], ExpertRows]
@@ -26,12 +26,12 @@ Sort = Callable[[Tensor, Tensor, Experts], ExpertRows]
 
 def add_adapters(
     name: str,
-    contracts: Sequence[Contract],
-    prepare: Callable[[Tensor, Experts, Tensor, Tensor], tuple[Tensor, Experts]],
+    kernels: Sequence[Callable[..., Tensor]],
+    prepare: Callable[[ExpertsInputs], tuple[Tensor, Experts]],
     sort: Sort,
     count_rows: Callable[[Tensor, Experts], int],
 ) -> None:
-    """Give the kernels, the outputs of `variants`, their attribute `with_adapters`.
+    """Give the kernels, of the variants in the order of `VARIANTS`, their attribute `with_adapters`.
 
     Args:
         name: of the kernels; the custom op is opslot::moe_<name>_adapters.
@@ -40,28 +40,28 @@ def add_adapters(
         count_rows: (top_k_index, experts) -> the number of rows, also for fake tensors.
     """
     function = _differentiable(name, sort, count_rows)
-    for pack, contract in zip(_PACKERS, contracts, strict=True):
-        contract.with_adapters = _Adapted(pack, prepare, function)  # type: ignore[attr-defined]
-
-
-# The arguments of each variant as (hidden_states, experts, top_k_index, top_k_weights).
-_PACKERS: Sequence[Callable[..., Any]] = variants(lambda *arguments: arguments)  # type: ignore[arg-type]
+    for arguments, kernel in zip(VARIANTS, kernels, strict=True):
+        kernel.with_adapters = _Adapted(arguments, prepare, function)  # type: ignore[attr-defined]
 
 
 class _Adapted:
-    def __init__(self, pack: Callable[..., Any], prepare: Callable[..., Any], function: Callable[..., Tensor]) -> None:
-        self._pack, self._prepare, self._function = pack, prepare, function
+    def __init__(
+        self, read: Callable[..., ExpertsInputs], prepare: Callable[..., Any], function: Callable[..., Tensor]
+    ) -> None:
+        self._read, self._prepare, self._function = read, prepare, function
 
     def __call__(self, hidden_states: Tensor, *arguments: Any) -> Tensor:
         weights = next(i for i, value in enumerate(arguments) if not value.is_floating_point())
         arguments, factors = arguments[: -2 * weights], arguments[-2 * weights :]
-        given, experts, index, routing = self._pack(hidden_states, *arguments)
-        x, experts = self._prepare(given, experts, index, routing)
+        given = self._read(hidden_states, *arguments)
+        x, experts = self._prepare(given)
+        _, _, index, routing = given
         pairs = [_padded(a, b, x.dtype) for a, b in zip(factors[::2], factors[1::2], strict=True)]
         if experts.up_proj is None:
             pairs.insert(1, (None, None))
         flat = [factor for pair in pairs for factor in pair]
-        return self._function(x, *experts[:2], routing, *experts[2:5], *flat, index, *experts[5:]).to(given.dtype)
+        out = self._function(x, *experts[:2], routing, *experts[2:5], *flat, index, *experts[5:])
+        return out.to(hidden_states.dtype)
 
 
 def _padded(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

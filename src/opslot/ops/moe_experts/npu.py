@@ -6,20 +6,22 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from opslot.ops._common.contract import variants_of
 from opslot.ops._common.specs import HALF_FLOATS
+from opslot.ops.moe_experts import contract
 from opslot.ops.moe_experts._autograd import differentiable
 from opslot.ops.moe_experts._call import prepare
-from opslot.ops.moe_experts.contract import Experts, variants
+from opslot.ops.moe_experts.contract import ExpertsInputs
 from opslot.ops.moe_experts.grouped_mm import fake, forward_and_backward
 
 
-def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run(given: ExpertsInputs) -> Tensor:
     """For bf16 and fp16 on an Ascend NPU."""
-    x, experts = prepare("fused_npu", hidden_states, experts, top_k_index, top_k_weights, HALF_FLOATS)
-    return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
+    x, experts = prepare("fused_npu", given, HALF_FLOATS)
+    return _experts(x, experts, given.top_k_index, given.top_k_weights).to(given.hidden_states.dtype)
 
 
-standard, *_ = variants(_run)
+(standard,) = variants_of(_run, [contract.standard])
 
 
 def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

@@ -11,18 +11,20 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from opslot.ops._common.activations import activate, activation_name, activation_problem
+from opslot.ops._common.contract import variants_of
 from opslot.ops._common.model_config import text_config
 from opslot.ops.moe_experts._gating import bounded, halves_of
 from opslot.ops.moe_experts.cases import BENCHMARK_FORMS, CASES, benchmark_case
-from opslot.ops.moe_experts.contract import Experts, variants
+from opslot.ops.moe_experts.contract import VARIANTS, Experts, ExpertsInputs
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant, SlotBinding
 from opslot.slots.protocol import SLOTS, bound_kernel
 
 _IMPLEMENTATION = "_experts_implementation"
 
 
-def _reference(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _reference(given: ExpertsInputs) -> Tensor:
     """The sum over each token's experts of weight * expert(token), in order of the experts."""
+    hidden_states, experts, top_k_index, top_k_weights = given
     output = torch.zeros_like(hidden_states)
     for expert in range(len(experts.down_proj)):
         choice, token = torch.where(top_k_index.t() == expert)
@@ -53,7 +55,7 @@ def _activated(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
     return activated * (up + experts.up_offset if experts.up_offset else up)
 
 
-standard, clamped, biased, split, transposed, ungated = variants(_reference)
+standard, clamped, biased, split, transposed, ungated = variants_of(_reference, VARIANTS)
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:

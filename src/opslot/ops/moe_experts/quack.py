@@ -17,10 +17,12 @@ from quack.gemm_config import GemmConfig
 from torch import Tensor
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.contract import variants_of
 from opslot.ops._common.specs import HALF_FLOATS
+from opslot.ops.moe_experts import contract
 from opslot.ops.moe_experts._autograd import Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
-from opslot.ops.moe_experts.contract import Experts, variants
+from opslot.ops.moe_experts.contract import Experts, ExpertsInputs
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 from opslot.ops.moe_experts.triton import combine, pair_sum
 
@@ -63,25 +65,23 @@ def _gemm(a: Tensor, b: Tensor, out: Tensor, **options: Any) -> None:
     gemm_interface.gemm_tuned.fn(a, b, out, **options)
 
 
-def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run(given: ExpertsInputs) -> Tensor:
     """For bf16 and fp16, SiLU, and H and I multiples of 8. Deterministic.
 
     Raises:
         KernelError: another activation, unsupported shapes or dtypes, or weights that are not contiguous.
     """
-    x, experts = prepare(
-        "fused_quack", hidden_states, experts, top_k_index, top_k_weights, HALF_FLOATS, contiguous=True, multiple=8
-    )
+    x, experts = prepare("fused_quack", given, HALF_FLOATS, contiguous=True, multiple=8)
     if experts.activation != "silu":
         raise KernelError(
             "moe_implementation='fused_quack' cannot run this call",
             found=f"the activation {experts.activation!r}, not SiLU",
             hint="use moe_implementation=fused_triton or grouped_mm",
         )
-    return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
+    return _experts(x, experts, given.top_k_index, given.top_k_weights).to(given.hidden_states.dtype)
 
 
-standard, *_ = variants(_run)
+(standard,) = variants_of(_run, [contract.standard])
 
 
 def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:

@@ -25,25 +25,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from opslot._base.device import triton_interpreted
 from opslot._base.errors import KernelError
+from opslot.ops._common.contract import variants_of
 from opslot.ops._common.specs import FLOATS
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
-from opslot.ops.moe_experts.contract import Experts, variants
+from opslot.ops.moe_experts.contract import VARIANTS, Experts, ExpertsInputs
 from opslot.ops.moe_experts.low_rank import add_adapters
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route, row_bound
 from opslot.ops.moe_experts.tiling import GemmTiling, Tiles, plan_for
 
 
-def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run(given: ExpertsInputs) -> Tensor:
     """In bf16, fp16 and fp32 on GPUs from SM80. Deterministic.
 
     Raises:
         KernelError: unsupported shapes or dtypes, or weights that are not contiguous.
     """
-    _require_device(hidden_states)
-    x, experts = prepare("fused_triton", hidden_states, experts, top_k_index, top_k_weights, FLOATS, contiguous=True)
-    return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
+    _require_device(given.hidden_states)
+    x, experts = prepare("fused_triton", given, FLOATS, contiguous=True)
+    return _experts(x, experts, given.top_k_index, given.top_k_weights).to(given.hidden_states.dtype)
 
 
 def _require_device(x: Tensor) -> None:
@@ -91,10 +92,10 @@ class _AlignedRows:
         return replace(tiles, bn=min(tiles.bn, max(32, triton.next_power_of_2(columns))))
 
 
-standard, clamped, biased, split, transposed, ungated = variants(_run)
+KERNELS = standard, clamped, biased, split, transposed, ungated = variants_of(_run, VARIANTS)
 add_adapters(
     "fused_triton",
-    (standard, clamped, biased, split, transposed, ungated),
+    KERNELS,
     functools.partial(prepare, "fused_triton", dtypes=FLOATS, contiguous=True),
     _AlignedRows,
     lambda index, experts: row_bound(index.numel(), experts.sizes[0], plan_for(experts, real=False).align),
