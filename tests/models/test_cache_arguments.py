@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from opslot._base.errors import ParallelError
 from opslot.models._multimodal.conditional import _Layers
 from opslot.models._sequence.packed_documents import _add_positions
+from opslot.models._sequence.ulysses import _require_positions
 from opslot.models.unlimited_ocr.masks import reference_window_mask
 from opslot.ops._common.by_document import add_documents
 from opslot.ops._common.documents import CACHE_ARGUMENTS, given_arguments, positions_of_documents
@@ -23,10 +25,6 @@ def test_positions_after_a_cache_are_not_those_of_documents(name):
     assert add_documents(nn.Identity(), (), {"position_ids": RESTARTING, name: CACHE}) is None
 
 
-def test_a_cache_given_by_position_is_found():
-    assert positions_of_documents(given_arguments((None, None, RESTARTING, CACHE), {})) is None
-
-
 class Decoder(nn.Module):
     """A decoder whose layers may read features."""
 
@@ -36,6 +34,24 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids=None, position_ids=None, **kwargs):
         return kwargs
+
+
+def test_arguments_given_by_position_have_the_names_of_the_forward():
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    assert given_arguments(Decoder(), (ids, RESTARTING), {"cache": CACHE}) == {
+        "input_ids": ids,
+        "position_ids": RESTARTING,
+        "cache": CACHE,
+    }
+    assert add_documents(Decoder(), (ids, RESTARTING), {}) is not None
+    assert add_documents(Decoder(), (ids, RESTARTING), {"cache": CACHE}) is None
+
+
+def test_positions_given_by_position_are_found_before_sequences_are_sharded():
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    _require_positions(Decoder(), (ids, RESTARTING), {})
+    with pytest.raises(ParallelError, match="without position_ids"):
+        _require_positions(Decoder(), (ids,), {})
 
 
 @named

@@ -37,7 +37,7 @@ def _without_cache(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     positions that restart."""
     if kwargs.get("use_cache") is not None or not getattr(model.config, "use_cache", False):
         return None
-    positions = positions_of_documents(given_arguments(args, kwargs))
+    positions = positions_of_documents(given_arguments(model, args, kwargs))
     if positions is None:
         return None
     # A compiled model cannot read positions, and training needs no cache.

@@ -3,7 +3,6 @@ would see each other."""
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,11 @@ from opslot.models._hooks import add_pre_hook
 from opslot.models._multimodal.modalities import decoder_of
 from opslot.ops._common.by_document import add_documents
 from opslot.ops._common.documents import (
+    given_arguments,
     has_cache,
     has_position_axes,
     masks_drop_positions,
+    parameters_of,
     positions_in_documents,
     positions_of_documents,
     restart,
@@ -44,7 +45,7 @@ def separate_documents(model: nn.Module) -> None:
     decoder = decoder_of(model)
     models: list[Any] = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
     for part in models:
-        if takes_text_axis(type(part)) and "position_ids" in _parameters(part):
+        if takes_text_axis(type(part)) and "position_ids" in parameters_of(part):
             add_pre_hook(part, _add_text_axis, prepend=True)
         if masks_drop_positions(part):
             add_pre_hook(part, _add_boundaries, prepend=True)
@@ -91,7 +92,7 @@ class _Reject:
 
     @staticmethod
     def _restart(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-        given = _given(model, args, kwargs)
+        given = given_arguments(model, args, kwargs)
         positions = positions_of_documents(given)
         if positions is None or torch.compiler.is_compiling():
             return False
@@ -108,16 +109,7 @@ def _counts_positions(part: Any, decoder: Any) -> bool:
     variants = {found[0] for module in decoder.modules() if (found := attention_options(module)) is not None}
     judged = not any(map(unknown_layers, decoder.modules()))
     counts = part is decoder or not has_position_axes(decoder)
-    return "position_ids" in _parameters(part) and "bidirectional" not in variants and judged and counts
-
-
-def _given(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `model` by name."""
-    return {**dict(zip(_parameters(model), args, strict=False)), **kwargs}
-
-
-def _parameters(model: nn.Module) -> list[str]:
-    return list(inspect.signature(type(model).forward).parameters)[1:]
+    return "position_ids" in parameters_of(part) and "bidirectional" not in variants and judged and counts
 
 
 def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -125,19 +117,19 @@ def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None:
         return None
-    given = _given(model, args, kwargs)
+    given = given_arguments(model, args, kwargs)
     if has_cache(given) or any(given.get(name) is not None for name in ("position_ids", "attention_mask")):
         return None
     states = next((x for name in ("input_ids", "inputs_embeds") if (x := given.get(name)) is not None), None)
-    if states is None or "position_ids" in _parameters(model)[: len(args)]:
+    if states is None or "position_ids" in parameters_of(model)[: len(args)]:
         return None
     return args, {**kwargs, "position_ids": positions_in_documents(cu_seqlens, states)}
 
 
 def _add_text_axis(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: position_ids [B, S] as [4, B, S], those of the text before those of each axis."""
-    names = _parameters(model)[: len(args)]
-    positions = _given(model, args, kwargs).get("position_ids")
+    names = parameters_of(model)[: len(args)]
+    positions = given_arguments(model, args, kwargs).get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
     expanded = positions.expand(4, -1, -1)

@@ -28,6 +28,7 @@ from opslot.models._multimodal.modalities import computes_features_inside, decod
 from opslot.models._multimodal.sequence import has_whole_sequences, shard_at_decoder
 from opslot.models._own_loss import averages_its_own_labels, keeps_labels_in_place
 from opslot.models._sequence.global_sequences import run_on_global_sequences
+from opslot.ops._common.documents import given_arguments
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, Wrapper, walk_slots
@@ -36,8 +37,6 @@ from opslot.slots.protocol import keeps_sequences, takes_earlier_tokens
 
 # The variant of attention whose queries stay on their rank, which gathers the tokens before them.
 _COMPRESSED = "compressed"
-# Transformers' decoders take input_ids, attention_mask and position_ids in this order.
-_POSITION_IDS = 3
 
 
 def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool = False) -> Binding:
@@ -197,19 +196,18 @@ def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     Raises:
         ParallelError: no position_ids, or labels that the model would shift or average within the shard.
     """
-    needed = {} if len(args) >= _POSITION_IDS else {"position_ids": "each rank would count from 0"}
-    if has_features(kwargs):
-        needed = {}
-    if kwargs.get("labels") is not None:
+    given = given_arguments(model, args, kwargs)
+    needed = {} if has_features(given) else {"position_ids": "each rank would count from 0"}
+    if given.get("labels") is not None:
         needed["shift_labels"] = "the last token of each shard would have no label"
         needed["num_items_in_batch"] = "each rank would average over its own tokens"
-    if kwargs.get("labels") is not None and averages_its_own_labels(model):
+    if given.get("labels") is not None and averages_its_own_labels(model):
         raise ParallelError(
             f"{type(model).__name__} of this Transformers release computes the loss from its own labels, without "
             "shift_labels and num_items_in_batch, so with sp > 1 it would be wrong",
             hint="use a newer release of Transformers or sp_size 1, or compute the loss from the logits",
         )
-    lacking = next((name for name in needed if kwargs.get(name) is None), None)
+    lacking = next((name for name in needed if given.get(name) is None), None)
     if lacking is not None:
         raise ParallelError(
             f"{type(model).__name__} holds shards of sequences (sp > 1) and was called without "

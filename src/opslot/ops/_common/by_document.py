@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from opslot._base.boundaries import boundaries_of, offsets_of
+from opslot._base.boundaries import BOUNDARIES, boundaries_of, offsets_of
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
 from opslot._base.tensor_cache import TensorCache
@@ -38,7 +38,7 @@ from opslot.slots.protocol import takes_earlier_tokens, why_by_document
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_DOCUMENTS = (*BOUNDARIES, "seq_idx")
 
 
 def outside_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -88,7 +88,7 @@ def add_documents(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook: the boundaries of the documents whose positions [B, S] restart, as keyword arguments."""
-    given = given_arguments(args, kwargs)
+    given = given_arguments(model, args, kwargs)
     positions = positions_of_documents(given)
     if positions is None or any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
         return None

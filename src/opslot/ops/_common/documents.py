@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot._base.boundaries import offsets_of
+from opslot._base.boundaries import BOUNDARIES, offsets_of
 from opslot._base.host_values import host_values
 from opslot._base.source import takes_text_axis
 from opslot._base.tensor_cache import TensorCache
@@ -101,8 +102,7 @@ def cu_seqlens_in(kwargs: Mapping[str, Any]) -> Tensor | None:
 
 def documents_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a head from which the layers of its model read the boundaries of documents."""
-    names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-    return {name: kwargs[name] for name in names if name in kwargs}
+    return {name: kwargs[name] for name in ("position_ids", *BOUNDARIES, "seq_idx") if name in kwargs}
 
 
 def documents_for(module: Any, classes: tuple[type, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,9 +117,15 @@ def remove_document_hooks(model: nn.Module, hooks: list[Any]) -> None:
         hook.remove()
 
 
-def given_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a decoder's forward by name."""
-    return {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+def parameters_of(module: nn.Module) -> list[str]:
+    """Names of the parameters of a module's forward, without self."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def given_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `module` by name."""
+    names = parameters_of(module) if args else ()
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def has_cache(given: Mapping[str, Any]) -> bool:
@@ -194,10 +200,6 @@ def same_document(cu_seqlens: Tensor, rows: int, length: int, device: torch.devi
     """bool [B, 1, S, S]: whether two tokens of a row are of one document."""
     document = document_of_tokens(cu_seqlens, rows, length, device)[:, None]
     return document[..., :, None] == document[..., None, :]
-
-
-# Transformers' decoders take them in this order.
-_POSITIONAL = ("input_ids", "attention_mask", "position_ids", "cache")
 
 
 def _shown(boundaries: list[int]) -> str:

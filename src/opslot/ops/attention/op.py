@@ -129,7 +129,7 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
         by_position: whether masks separate documents by their positions.
     """
     implementation = str(model.config._attn_implementation)
-    given = given_arguments(args, kwargs)
+    given = given_arguments(model, args, kwargs)
     packed_by = "cu_seq_lens_q"
     if kwargs.get("cu_seq_lens_q") is None:
         if not masks_ignore_positions(model) or not _restart(given):
