@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from opslot._base.host_values import device_copy
 from opslot.ops._common.arguments import in_autocast_dtype, reject
 from opslot.ops._common.contract import variants_of
-from opslot.ops._common.custom_op import custom_op, differentiable_op, once_differentiable
+from opslot.ops._common.custom_op import autograd_function, custom_op, differentiable_op
 from opslot.ops.cross_entropy_loss.chunked import (
     Backend,
     Head,
@@ -33,20 +32,7 @@ _WANTED = "bool want_hidden, bool want_weight, bool want_bias, bool want_low_hid
 _GRADIENTS = ", ".join(["Tensor"] * 5)
 
 ShapingArguments = tuple[int, float, float, float]
-
-
-@dataclass(frozen=True)
-class _Ops:
-    """One backend's custom ops, and the properties that their callers need."""
-
-    loss: Callable[..., tuple[Tensor, ...]]
-    tokens: Callable[..., tuple[Tensor, Tensor]]
-    rescale: Callable[[Tensor, Tensor], None]
-    unsupported: Callable[[Tensor], str | None]
-
-
-# By name of the backend, which is passed to autograd functions, since torch.compile supports strings there.
-_OPS: dict[str, _Ops] = {}
+_Op = Callable[..., Any]
 
 
 def make_kernels(backend: Backend) -> tuple[Callable[..., Any], ...]:
@@ -54,12 +40,10 @@ def make_kernels(backend: Backend) -> tuple[Callable[..., Any], ...]:
 
     Defines its custom ops, so it is called once per backend.
     """
-    name = backend.name
-    _OPS[name] = _Ops(_loss_op(backend), _token_op(backend), backend.rescale, backend.unsupported)
-
     module = backend.loss_step.__module__
-    losses = variants_of(partial(_loss, name), LOSSES, module)
-    kernels = (*losses, *variants_of(partial(_token_log_probs, name), [token_log_probs], module))
+    losses = variants_of(partial(_loss, backend, _loss_op(backend)), LOSSES, module)
+    of_tokens = variants_of(partial(_token_log_probs, backend, _token_op(backend)), [token_log_probs], module)
+    kernels = (*losses, *of_tokens)
     for kernel in kernels:
         set_adds_adapters(kernel)
     return kernels
@@ -132,11 +116,12 @@ def loss_divisor(
     return num_items.reshape(()).to(dtype)
 
 
-def _prepared(name: str, inputs: LossInputs) -> tuple[Head, Tensor, ShapingArguments]:
+def _prepared(backend: Backend, inputs: LossInputs) -> tuple[Head, Tensor, ShapingArguments]:
     """The logits to compute, with the adapters of the module `head`, and the labels [N]."""
+    name = backend.name
     shaping = (inputs.ignore_index, float(inputs.label_smoothing), *_shape(name, inputs.softcap, inputs.logit_scale))
     hidden, weight, bias, labels = flat_inputs(name, *inputs[:4])
-    reason = _OPS[name].unsupported(hidden)
+    reason = backend.unsupported(hidden)
     if reason:
         _reject(name, "hidden_states", reason)
     low_rank = None if inputs.head is None else low_rank_of(inputs.head, hidden)
@@ -149,47 +134,47 @@ def _reject(name: str, argument: str, found: str) -> NoReturn:
     reject(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
 
-def _loss(name: str, inputs: LossInputs) -> Tensor:
-    head, labels, shaping = _prepared(name, inputs)
+def _loss(backend: Backend, op: _Op, inputs: LossInputs) -> Tensor:
+    head, labels, shaping = _prepared(backend, inputs)
     if not 0.0 <= shaping[1] <= 1.0:
-        _reject(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
-    divisor = loss_divisor(name, labels, inputs.num_items_in_batch, shaping[0], loss_dtype(head.hidden.dtype))
+        _reject(backend.name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
+    divisor = loss_divisor(backend.name, labels, inputs.num_items_in_batch, shaping[0], loss_dtype(head.hidden.dtype))
     recording = torch.is_grad_enabled()
     wanted = tuple([recording and x is not None and x.requires_grad for x in head])
-    if any(wanted):
-        return _LinearCrossEntropy.apply(name, *head, labels, divisor, *shaping, *wanted)
-    return _OPS[name].loss(*head, labels, divisor, *shaping, *wanted)[0]
+    return op(*head, labels, divisor, *shaping, *wanted)
 
 
-def _token_log_probs(name: str, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    head, labels, shaping = _prepared(name, inputs)
-    log_probs, entropy = _OPS[name].tokens(*head, labels, *shaping)
+def _token_log_probs(backend: Backend, op: _Op, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    head, labels, shaping = _prepared(backend, inputs)
+    log_probs, entropy = op(*head, labels, *shaping)
     return log_probs.view(inputs.labels.shape), entropy.view(inputs.labels.shape)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str, hidden: Tensor, *arguments: Any) -> Tensor:
-        loss, *gradients = _OPS[name].loss(hidden, *arguments)
+def _loss_op(backend: Backend) -> _Op:
+    """The loss; forward computes the gradients too, and backward scales them."""
+    with_gradients = _loss_and_gradients_op(backend)
+
+    def forward(ctx: Any, hidden: Tensor, *arguments: Any) -> Tensor:
+        loss, *gradients = with_gradients(hidden, *arguments)
         ctx.save_for_backward(*gradients)
-        ctx.name, ctx.dtype, ctx.wanted = name, hidden.dtype, arguments[-5:]
+        ctx.dtype, ctx.wanted = hidden.dtype, arguments[-5:]
         return loss
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         gradients = [
-            _times(ctx.name, grad, grad_output).to(ctx.dtype) if wanted else None
+            _times(backend, grad, grad_output).to(ctx.dtype) if wanted else None
             for grad, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
         ]
-        return None, *gradients, *[None] * 11
+        return *gradients, *[None] * 11
+
+    return autograd_function("linear_cross_entropy", forward, backward, backend.loss_step.__module__)
 
 
-def _times(name: str, grad: Tensor, factor: Tensor) -> Tensor:
+def _times(backend: Backend, grad: Tensor, factor: Tensor) -> Tensor:
     """`grad * factor`, in place if `grad` is not used again, since the weight's gradient is the largest tensor."""
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return grad * factor
-    _OPS[name].rescale(grad, factor)
+    backend.rescale(grad, factor)
     return grad
 
 
@@ -204,7 +189,7 @@ def _empty_grads(head: Sequence[Tensor | None], dtype: torch.dtype, wanted: Sequ
     )
 
 
-def _loss_op(backend: Backend) -> Callable[..., Any]:
+def _loss_and_gradients_op(backend: Backend) -> _Op:
     def loss(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         head, (labels, divisor), rest = Head(hidden, *arguments[:4]), arguments[4:6], arguments[6:]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -220,7 +205,7 @@ def _loss_op(backend: Backend) -> Callable[..., Any]:
     return custom_op(schema, loss, fake)
 
 
-def _token_op(backend: Backend) -> Callable[..., Any]:
+def _token_op(backend: Backend) -> _Op:
     def forward(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
             return tokens(backend, Head(hidden, *arguments[:4]), arguments[4], Shaping(*arguments[5:]))
