@@ -1,10 +1,12 @@
-"""The source of functions and classes, for properties that only their code shows."""
+"""The source and the parameters of functions and classes, for properties that only their code shows."""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 
@@ -20,6 +22,11 @@ def source_of(definition: Any) -> str:
 def forward_source(cls: Any) -> str:
     """The source of a class's forward; "" where there is none."""
     return source_of(inspect.unwrap(cls.forward))
+
+
+def method_parameters(cls: Any, method: str = "forward") -> Mapping[str, inspect.Parameter]:
+    """The parameters of a class's method by name, in order, without self."""
+    return inspect.signature(MethodType(getattr(cls, method), cls)).parameters
 
 
 def takes_text_axis(cls: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from opslot._base.errors import ConfigError
 from opslot._base.labels import IGNORE_INDEX
+from opslot._base.source import method_parameters
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._build import auto_class_name
 from opslot.verify.media import marks, pack, token_id
@@ -73,7 +73,7 @@ def media_batch(
     labels = ids.clone()
     labels[:, : len(prefix)] = IGNORE_INDEX
     batch = {"input_ids": ids, "labels": labels, **features}
-    if "mm_token_type_ids" in inspect.signature(model_class(config).forward).parameters:
+    if "mm_token_type_ids" in method_parameters(model_class(config)):
         return batch | {"mm_token_type_ids": (ids == config.image_token_id).long()}
     return batch | {"attention_mask": torch.ones_like(ids)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from opslot._base.errors import ConfigError, missing_package
 from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
+from opslot._base.source import method_parameters
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models import MODEL_PROCESSOR_REGISTRY, trained_config
 from opslot.models._build import multimodal_auto_class
@@ -57,7 +57,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
         raise ConfigError(
             f"the processor in {folder} is not complete", found=f"only a {type(processor).__name__}", hint=hint
         )
-    parameters = inspect.signature(type(processor).__call__).parameters
+    parameters = method_parameters(type(processor), "__call__")
     # One with *args may take it there.
     if "text" not in parameters and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         raise ConfigError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
+from opslot._base.source import method_parameters
 from opslot.data.encoder import SampleError
 from opslot.data.loader import TokenLoader
 from opslot.data.multimodal.samples import MultimodalEncoder
@@ -51,7 +51,7 @@ class VLMTrainer(TextTrainer):
 
     def _check_rows(self, model: PreTrainedModel) -> None:
         """Raise ConfigError where images belong to rows of a batch, and some rows would have none."""
-        taken = inspect.signature(type(model).forward).parameters
+        taken = method_parameters(type(model))
         by_row = bool(inlined_inputs(model)) and ("cross_attention_mask" in taken or not self.encoder.media_tokens)
         size = micro_batch_size(self.config.train)
         if by_row and size > 1 and not self.config.data.packing:

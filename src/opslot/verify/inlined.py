@@ -6,7 +6,6 @@ else a form needs follows from the names of the forward's parameters.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opslot._base.source import method_parameters
 from opslot.models._multimodal.modalities import media_parameters
 
 Batch = dict[str, Any]
@@ -65,7 +65,7 @@ class InlinedInputs:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.names = media_parameters(model)
-        self.parameters = dict(inspect.signature(type(model).forward).parameters)
+        self.parameters = method_parameters(type(model))
         config = model.config
         self.configs = {
             kind: next((c for name in names if (c := getattr(config, name, None)) is not None), config)

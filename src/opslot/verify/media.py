@@ -6,7 +6,6 @@ the model computes, and positions from the model.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor
 from opslot._base.boundaries import boundaries_of
 from opslot._base.errors import ConfigError, error_text
 from opslot._base.labels import IGNORE_INDEX
+from opslot._base.source import method_parameters
 from opslot.data.multimodal.rope_positions import RopePositions
 from opslot.models._multimodal.audio import AudioInputs
 from opslot.models._multimodal.images import Size, visual_inputs
@@ -220,7 +220,7 @@ def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, cou
     input_ids = torch.tensor([ids])
     # Some features depend on the tokens, which are others here.
     batch = {**inputs, "input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, IGNORE_INDEX)}
-    taken = inspect.signature(type(model).forward).parameters
+    taken = method_parameters(type(model))
     seconds = torch.ones(kinds.count("video"))
     if hasattr(holder, "get_rope_index"):
         # Some models compute multimodal positions only where they get a mask.

@@ -8,7 +8,6 @@ processes. So order, packing and resuming work as for text, and no decoded image
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from opslot._base.errors import DataError
-from opslot._base.source import forward_source, source_of
+from opslot._base.source import forward_source, method_parameters, source_of
 from opslot.data.chat import ChatEncoder, Rendered
 from opslot.data.chat_columns import caption_fix, media_renames
 from opslot.data.collation import IGNORE_INDEX, LABELED
@@ -92,7 +91,7 @@ class MultimodalEncoder(ChatEncoder):
         self.cost = EncoderCost(config, audio_rows, self.loader.component("audio"))
         # Of a prefix language model, whose prompt is bidirectional: its processor takes the answers apart as `suffix`.
         # Transformers before 5.23 has no parameter for it.
-        self.has_prefix = "suffix" in inspect.signature(type(processor).__call__).parameters or source_has(
+        self.has_prefix = "suffix" in method_parameters(type(processor), "__call__") or source_has(
             type(processor), 'pop("suffix"'
         )
 
@@ -214,7 +213,7 @@ class MultimodalEncoder(ChatEncoder):
     @cached_property
     def _required_inputs(self) -> set[str]:
         """Arguments that the forward pass of the model has no default for, such as BLIP's images."""
-        parameters = list(inspect.signature(type(self.positions.model).forward).parameters.values())[1:]
+        parameters = method_parameters(type(self.positions.model)).values()
         return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
 
     @cached_property

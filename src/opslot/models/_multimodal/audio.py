@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from opslot._base.source import method_parameters
 from opslot.models._multimodal.probe import Inputs, Probe, find_once
 
 METHOD = "get_audio_features"
@@ -37,9 +37,7 @@ class AudioInputs:
     def __init__(self, holder: Any) -> None:
         self._holder = holder
         self._parameters = {
-            name: p
-            for name, p in inspect.signature(getattr(type(holder), METHOD)).parameters.items()
-            if p.kind is not p.VAR_KEYWORD and name != "self"
+            name: p for name, p in method_parameters(type(holder), METHOD).items() if p.kind is not p.VAR_KEYWORD
         }
         configs = (getattr(holder.config, name, None) for name in AUDIO_CONFIGS)
         self._config: Any = next((config for config in configs if config is not None), None)

@@ -10,7 +10,6 @@ of a layer together, so that ranks without some of them would send fewer element
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from opslot._base.errors import ConfigError
+from opslot._base.source import method_parameters
 from opslot.ops._common.documents import CACHE_ARGUMENTS, has_cache
 from opslot.slots.protocol import trained_model
 
@@ -79,10 +79,10 @@ def run_conditional_layers(model: nn.Module) -> None:
     """
     for decoder in model.modules():
         layers = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
-        optional = {name for name, p in _parameters(decoder).items() if p.default is None} - _OF_TOKENS
+        optional = {name for name, p in method_parameters(type(decoder)).items() if p.default is None} - _OF_TOKENS
         found: dict[nn.Module, set[str]] = {}
         for layer in (layer for stack in layers for layer in stack):
-            required = {name for name, p in _parameters(layer).items() if p.default is p.empty}
+            required = {name for name, p in method_parameters(type(layer)).items() if p.default is p.empty}
             if isinstance(layer, FSDPModule) and required & optional:
                 found[layer] = required & optional
         if found and any(isinstance(layer, FSDPModule) and layer not in found for s in layers for layer in s):
@@ -176,10 +176,6 @@ class _Layers:
         if self.skipped:
             return hidden_states + _zero(list(layer.modules()), hidden_states)
         return forward(hidden_states, *args, **kwargs)
-
-
-def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(type(module).forward).parameters)
 
 
 def _zero(owners: list[nn.Module], like: Tensor) -> Tensor:

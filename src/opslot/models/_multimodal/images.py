@@ -6,7 +6,6 @@ grid, images of one size, crops of one size, or images of any size with their si
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot._base.source import forward_source, source_of
+from opslot._base.source import forward_source, method_parameters, source_of
 from opslot.models._multimodal.probe import Inputs, Probe, find_once
 
 Size = tuple[int, int, int]
@@ -60,9 +59,7 @@ class _Reader:
         self.holder = holder
         self.method = method
         self.parameters = {
-            name: p
-            for name, p in inspect.signature(getattr(type(holder), method)).parameters.items()
-            if p.kind is not p.VAR_KEYWORD and name != "self"
+            name: p for name, p in method_parameters(type(holder), method).items() if p.kind is not p.VAR_KEYWORD
         }
         self.source = source_of(getattr(type(holder), method))
         self.pixels = next(name for name in self.parameters if name.startswith(("pixel_values", _NUMBERED)))
@@ -109,7 +106,7 @@ class _Reader:
             return self._joined_patches(sizes)
         if "spatial_shapes" in self.parameters:
             return self._padded_patches(sizes)
-        if "image_sizes" in self.parameters and "image_sizes" in inspect.signature(type(self.tower).forward).parameters:
+        if "image_sizes" in self.parameters and "image_sizes" in method_parameters(type(self.tower)):
             return self._any_size(sizes)
         if "image_sizes" in self.parameters and getattr(self.holder.config, "image_grid_pinpoints", None):
             return self._crops(len(sizes))

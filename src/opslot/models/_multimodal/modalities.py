@@ -7,7 +7,6 @@ whose smallest input is unknown have no separate collectives (`conditional`).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from opslot._base.boundaries import BOUNDARIES
 from opslot._base.errors import ConfigError
-from opslot._base.source import forward_source
+from opslot._base.source import forward_source, method_parameters
 from opslot.distributed import get_parallel_state
 from opslot.distributed.dummy import dummy_forward
 from opslot.models._hooks import add_pre_hook
@@ -99,10 +98,8 @@ def find_towers(model: nn.Module) -> Towers:
     """
     holder = feature_module(model)
     if holder is None:
-        given = inspect.signature(type(transformers_model(model)).forward).parameters
-        are_optional = any(
-            given[name].default is not inspect.Parameter.empty for name in inlined_inputs(model).values()
-        )
+        given = method_parameters(type(transformers_model(model)))
+        are_optional = any(given[name].default is not given[name].empty for name in inlined_inputs(model).values())
         return Towers({}, False, encoders_of(model)) if are_optional else Towers({})
     if decoder_in(holder) is holder:
         # No module between its layers and the features, before which the others could run (Chameleon).
@@ -128,7 +125,7 @@ def inlined_inputs(model: nn.Module) -> dict[str, str]:
 def media_parameters(model: nn.Module) -> dict[str, str]:
     """By kind, the first parameter of a model's forward that takes images or audio."""
     found: dict[str, str] = {}
-    for name in inspect.signature(type(transformers_model(model)).forward).parameters:
+    for name in method_parameters(type(transformers_model(model))):
         kind = next((kind for kind, names in _INPUTS.items() if name.endswith(names)), None)
         if kind is not None:
             found.setdefault(kind, name)
@@ -192,7 +189,7 @@ def keep_documents_from_towers(model: nn.Module) -> None:
     if holder is None:
         return
     decoder = decoder_in(holder)
-    names_positions = "position_ids" in inspect.signature(type(holder).forward).parameters
+    names_positions = "position_ids" in method_parameters(type(holder))
     hook = _without_documents if names_positions else _without_positions
     for child in holder.children():
         if _takes_documents(child) and all(module is not decoder for module in child.modules()):
@@ -201,8 +198,8 @@ def keep_documents_from_towers(model: nn.Module) -> None:
 
 def _takes_documents(module: nn.Module) -> bool:
     """An output head does not, and the fused loss needs one without hooks."""
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name in BOUNDARIES for p in parameters)
+    parameters = method_parameters(type(module)).values()
+    return any(p.kind is p.VAR_KEYWORD or p.name in BOUNDARIES for p in parameters)
 
 
 def _without_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -249,7 +246,7 @@ class _Run:
         method = partial(self._call, name)
         if not has_whole_sequences() or name not in self.shared:
             return method(*args, **kwargs)
-        names = list(inspect.signature(getattr(type(self.holder), name)).parameters)[1:]
+        names = method_parameters(type(self.holder), name)
         given = {**dict(zip(names, args, strict=False)), **{n: x for n, x in kwargs.items() if n in names}}
         rest = {n: x for n, x in kwargs.items() if n not in names}
         return share_images(method, self.dummies[name], given, rest, self.shared[name])

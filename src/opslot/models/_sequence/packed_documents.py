@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
-from opslot._base.source import takes_text_axis
+from opslot._base.source import method_parameters, takes_text_axis
 from opslot.models._hooks import add_pre_hook
 from opslot.models._multimodal.modalities import decoder_of
 from opslot.ops._common.by_document import add_documents
@@ -20,7 +20,6 @@ from opslot.ops._common.documents import (
     has_cache,
     has_position_axes,
     masks_drop_positions,
-    parameters_of,
     positions_in_documents,
     positions_of_documents,
     restart,
@@ -45,7 +44,7 @@ def separate_documents(model: nn.Module) -> None:
     decoder = decoder_of(model)
     models: list[Any] = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
     for part in models:
-        if takes_text_axis(type(part)) and "position_ids" in parameters_of(part):
+        if takes_text_axis(type(part)) and "position_ids" in method_parameters(type(part)):
             add_pre_hook(part, _add_text_axis, prepend=True)
         if masks_drop_positions(part):
             add_pre_hook(part, _add_boundaries, prepend=True)
@@ -109,7 +108,7 @@ def _counts_positions(part: Any, decoder: Any) -> bool:
     variants = {found[0] for module in decoder.modules() if (found := attention_options(module)) is not None}
     judged = not any(map(unknown_layers, decoder.modules()))
     counts = part is decoder or not has_position_axes(decoder)
-    return "position_ids" in parameters_of(part) and "bidirectional" not in variants and judged and counts
+    return "position_ids" in method_parameters(type(part)) and "bidirectional" not in variants and judged and counts
 
 
 def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -121,14 +120,14 @@ def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if has_cache(given) or any(given.get(name) is not None for name in ("position_ids", "attention_mask")):
         return None
     states = next((x for name in ("input_ids", "inputs_embeds") if (x := given.get(name)) is not None), None)
-    if states is None or "position_ids" in parameters_of(model)[: len(args)]:
+    if states is None or "position_ids" in list(method_parameters(type(model)))[: len(args)]:
         return None
     return args, {**kwargs, "position_ids": positions_in_documents(cu_seqlens, states)}
 
 
 def _add_text_axis(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: position_ids [B, S] as [4, B, S], those of the text before those of each axis."""
-    names = parameters_of(model)[: len(args)]
+    names = list(method_parameters(type(model)))[: len(args)]
     positions = given_arguments(model, args, kwargs).get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from opslot._base.boundaries import BOUNDARIES, offsets_of
 from opslot._base.host_values import host_values
-from opslot._base.source import takes_text_axis
+from opslot._base.source import method_parameters, takes_text_axis
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import reject
 from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences
@@ -117,14 +116,9 @@ def remove_document_hooks(model: nn.Module, hooks: list[Any]) -> None:
         hook.remove()
 
 
-def parameters_of(module: nn.Module) -> list[str]:
-    """Names of the parameters of a module's forward, without self."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
 def given_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of `module` by name."""
-    names = parameters_of(module) if args else ()
+    names = method_parameters(type(module)) if args else ()
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
