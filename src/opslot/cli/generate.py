@@ -10,6 +10,8 @@ from opslot._base.errors import ConfigError
 from opslot._base.hub import local_model
 
 _HINT = "give the folder of a causal language model, such as <output_dir>/hf"
+# Options that are fields of `Limits`.
+_LIMITS = ("max_pixels", "max_frames", "max_fps")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,36 +31,18 @@ def run(options: argparse.Namespace) -> int:
     from opslot.trainer.generating import answer_about_media, generate_answers, media_encoder
     from opslot.trainer.processors import has_processor
 
-    model, prompts, system, raw = str(local_model(options.model)), options.prompt, options.system, options.raw
+    model, prompts, media = str(local_model(options.model)), options.prompt, options.media or []
     target = usable_device(options.device or best_device().type)
     base = _base_of(model, options.trust_remote_code)
     tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
-    if system is not None and (raw or not tokenizer.chat_template):
-        why = "--raw is given" if raw else f"the tokenizer in {model} has none"
-        raise ConfigError(f"--system needs a chat template, and {why}", hint="leave out --system")
-    if "" in prompts and not tokenizer("")["input_ids"] and (raw or not tokenizer.chat_template):
-        raise ConfigError(
-            "--prompt is empty, so there is no token to continue", hint="give a prompt of one token or more"
-        )
-    media = options.media or []
-    if media and raw:
-        raise ConfigError(f"--{media[0][0]} needs a chat turn, and --raw is given", hint="leave out --raw")
-    limits = {name: getattr(options, name) for name in ("max_pixels", "max_frames", "max_fps")}
-    settings = {**limits, "use_audio_in_video": options.use_audio_in_video or None}
-    if not media and (given := next((name for name, value in settings.items() if value is not None), None)):
-        raise ConfigError(
-            f"--{given.replace('_', '-')} is of media, and none are given", hint="give --image or --video"
-        )
-    for kind, path in media:
-        if not Path(path).is_file():
-            raise ConfigError(f"--{kind}: {path} is not a file", hint="give the path of a file")
+    _check(options, tokenizer, model)
     config = load_config(base, trust_remote_code=options.trust_remote_code)
     encoder = None
     if media:
         encoder = media_encoder(
             model,
             config,
-            Limits(**{name: value for name, value in limits.items() if value is not None}),
+            Limits(**{name: value for name in _LIMITS if (value := getattr(options, name)) is not None}),
             options.use_audio_in_video,
             trust_remote_code=options.trust_remote_code,
         )
@@ -66,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
     loaded = _load(model, base, config, options.trust_remote_code).to(target).eval()
     torch.manual_seed(options.seed)
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature > 0 else None
-    common: dict[str, Any] = {"system": system, "device": target, "sampling": sampling}
-    as_processor, chat = has_processor(model), False if raw else None
+    common: dict[str, Any] = {"system": options.system, "device": target, "sampling": sampling}
+    as_processor, chat = has_processor(model), False if options.raw else None
     with torch.no_grad():
         for prompt in prompts:
             if encoder is None:
@@ -85,6 +69,29 @@ def run(options: argparse.Namespace) -> int:
                 print(f">>> {prompt}")
             print(answer)
     return 0
+
+
+def _check(options: argparse.Namespace, tokenizer: Any, folder: str) -> None:
+    """Raise ConfigError for options that exclude each other, and for media that are not files."""
+    media, has_turns = options.media or [], bool(tokenizer.chat_template) and not options.raw
+    if options.system is not None and not has_turns:
+        why = "--raw is given" if options.raw else f"the tokenizer in {folder} has none"
+        raise ConfigError(f"--system needs a chat template, and {why}", hint="leave out --system")
+    if "" in options.prompt and not has_turns and not tokenizer("")["input_ids"]:
+        raise ConfigError(
+            "--prompt is empty, so there is no token to continue", hint="give a prompt of one token or more"
+        )
+    if media and options.raw:
+        raise ConfigError(f"--{media[0][0]} needs a chat turn, and --raw is given", hint="leave out --raw")
+    settings = {name: getattr(options, name) for name in _LIMITS}
+    settings["use_audio_in_video"] = options.use_audio_in_video or None
+    if not media and (given := next((name for name, value in settings.items() if value is not None), None)):
+        raise ConfigError(
+            f"--{given.replace('_', '-')} is of media, and none are given", hint="give --image or --video"
+        )
+    for kind, path in media:
+        if not Path(path).is_file():
+            raise ConfigError(f"--{kind}: {path} is not a file", hint="give the path of a file")
 
 
 def _base_of(folder: str, trust_remote_code: bool) -> str:
