@@ -11,6 +11,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     Every rank calls each function, in one order: sharded adapters are gathered.
     """
     return {
-        clean_fqn(f"{_outermost(path, model)}.{getattr(layer, 'parameter_name', 'weight')}"): _Delta(layer)
+        clean_fqn(f"{_outermost(path, model)}.{getattr(layer, 'parameter_name', 'weight')}"): partial(_delta, layer)
         for path, layer in adapter_layers(model)
     }
 
@@ -147,29 +148,22 @@ def _outermost(path: str, model: nn.Module) -> str:
     return _outermost(owner, model) if is_nested else path
 
 
-class _Delta:
+def _delta(layer: Any) -> Tensor:
     """What an adapter adds to its weight, gathered over the ranks, in float32."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __call__(self) -> Tensor:
-        adapters = [
-            module for name in self._layer.adapter_layer_names for module in getattr(self._layer, name).modules()
-        ]
-        own = [(m, key, p) for m in adapters for key, p in m._parameters.items() if p is not None]
-        try:
-            for module, key, parameter in own:
-                module._parameters[key] = nn.Parameter(full_tensor(parameter.detach()).float(), requires_grad=False)
-            delta = self._layer.get_delta_weight(ADAPTER).detach()
-            if (magnitude := _magnitude(self._layer)) is None:
-                return delta
-            weight = full_tensor(self._layer.get_base_layer().weight.detach()).to(delta)
-            added = weight + delta
-            return (magnitude / torch.linalg.norm(added, dim=1)).unsqueeze(1) * added - weight
-        finally:
-            for module, key, parameter in own:
-                module._parameters[key] = parameter
+    adapters = [module for name in layer.adapter_layer_names for module in getattr(layer, name).modules()]
+    own = [(m, key, p) for m in adapters for key, p in m._parameters.items() if p is not None]
+    try:
+        for module, key, parameter in own:
+            module._parameters[key] = nn.Parameter(full_tensor(parameter.detach()).float(), requires_grad=False)
+        delta = layer.get_delta_weight(ADAPTER).detach()
+        if (magnitude := _magnitude(layer)) is None:
+            return delta
+        weight = full_tensor(layer.get_base_layer().weight.detach()).to(delta)
+        added = weight + delta
+        return (magnitude / torch.linalg.norm(added, dim=1)).unsqueeze(1) * added - weight
+    finally:
+        for module, key, parameter in own:
+            module._parameters[key] = parameter
 
 
 def add_adapter(model: Any, config: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def convert_folder(
     model, slices = _map(source, entries, experts)
     shards = shard_outputs(outputs_for(model.targets, experts, layout), max_bytes)
     with staged_folder(destination, sum(output.spec.nbytes for shard in shards.values() for output in shard)) as stage:
-        write_shards(stage, shards, _Reader(model, slices))
+        write_shards(stage, shards, _reader(model, slices))
         _copy_companions(source, stage, {entry.file.name for entry in entries.values()})
         if quantization_of(config):
             _write_config(stage, config)
@@ -179,19 +180,16 @@ def _map(
     return model, slices
 
 
-class _Reader:
-    """Reads any region of a model's tensor from the slices in the source."""
+def _reader(model: ModelTensors, slices: dict[str, list[MappedSlice]]) -> Callable[[TensorSlice], Tensor]:
+    """What reads any region of a model's tensor from the slices in the source."""
+    open_file = functools.lru_cache(maxsize=_OPEN_FILES)(MappedFile)
 
-    def __init__(self, model: ModelTensors, slices: dict[str, list[MappedSlice]]) -> None:
-        self._model = model
-        self._slices = slices
-        self._open = functools.lru_cache(maxsize=_OPEN_FILES)(MappedFile)
-
-    def __call__(self, tensor_slice: TensorSlice) -> Tensor:
-        target = self._model.targets[tensor_slice.target]
-        region = torch.empty(extent(tensor_slice.region), dtype=target.dtype)
-        for item in self._slices[tensor_slice.target]:
+    def read(tensor_slice: TensorSlice) -> Tensor:
+        region = torch.empty(extent(tensor_slice.region), dtype=model.targets[tensor_slice.target].dtype)
+        for item in slices[tensor_slice.target]:
             if intersect(tensor_slice.region, item.tensor_slice.region) is not None:
-                stored = open_tensor(self._open(item.entry.file), item.entry)
+                stored = open_tensor(open_file(item.entry.file), item.entry)
                 copy_overlap(region, tensor_slice.region, stored, item.tensor_slice)
         return tensor_slice.as_stored(region)
+
+    return read

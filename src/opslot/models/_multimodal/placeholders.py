@@ -7,7 +7,7 @@ computation and holds for any way to cut images.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ class PlaceholderCheck:
         own = {*reader.modules()}
         for stack in (m for m in model.modules() if isinstance(m, nn.ModuleList) and m not in own):
             for layer in (layer for layer in stack if isinstance(layer, GradientCheckpointingLayer)):
-                layer.forward = _Skipped(type(layer))
+                layer.forward = _returning_input(type(layer))
         return keep_inputs_on_host(model)
 
     def _run(self, inputs: Mapping[str, Tensor]) -> str | None:
@@ -89,19 +89,22 @@ class PlaceholderCheck:
         return None
 
 
-class _Skipped:
-    """The forward of an encoder's layer that returns its input: layers keep the number of features."""
+def _returning_input(cls: type) -> Callable[..., Any]:
+    """A forward of an encoder's layer of class `cls` that returns its input: layers keep the number of features."""
+    tree = ast.parse(forward_source(cls))
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    is_tuple = any(
+        isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id == "outputs") for value in returned
+    )
+    return _input_in_tuple if is_tuple else _input
 
-    def __init__(self, cls: type) -> None:
-        tree = ast.parse(forward_source(cls))
-        returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-        self.is_tuple = any(
-            isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id == "outputs")
-            for value in returned
-        )
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states,) if self.is_tuple else hidden_states
+def _input(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden_states
+
+
+def _input_in_tuple(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
+    return (hidden_states,)
 
 
 def _stop(*_: Any) -> None:

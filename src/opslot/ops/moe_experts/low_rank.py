@@ -41,27 +41,27 @@ def add_adapters(
     """
     function = _differentiable(name, sort, count_rows)
     for arguments, kernel in zip(VARIANTS, kernels, strict=True):
-        kernel.with_adapters = _Adapted(arguments, prepare, function)  # type: ignore[attr-defined]
+        kernel.with_adapters = functools.partial(_with_adapters, arguments, prepare, function)  # type: ignore[attr-defined]
 
 
-class _Adapted:
-    def __init__(
-        self, read: Callable[..., ExpertsInputs], prepare: Callable[..., Any], function: Callable[..., Tensor]
-    ) -> None:
-        self._read, self._prepare, self._function = read, prepare, function
-
-    def __call__(self, hidden_states: Tensor, *arguments: Any) -> Tensor:
-        weights = next(i for i, value in enumerate(arguments) if not value.is_floating_point())
-        arguments, factors = arguments[: -2 * weights], arguments[-2 * weights :]
-        given = self._read(hidden_states, *arguments)
-        x, experts = self._prepare(given)
-        _, _, index, routing = given
-        pairs = [_padded(a, b, x.dtype) for a, b in zip(factors[::2], factors[1::2], strict=True)]
-        if experts.up_proj is None:
-            pairs.insert(1, (None, None))
-        flat = [factor for pair in pairs for factor in pair]
-        out = self._function(x, *experts[:2], routing, *experts[2:5], *flat, index, *experts[5:])
-        return out.to(hidden_states.dtype)
+def _with_adapters(
+    read: Callable[..., ExpertsInputs],
+    prepare: Callable[[ExpertsInputs], tuple[Tensor, Experts]],
+    function: Callable[..., Tensor],
+    hidden_states: Tensor,
+    *arguments: Any,
+) -> Tensor:
+    weights = next(i for i, value in enumerate(arguments) if not value.is_floating_point())
+    arguments, factors = arguments[: -2 * weights], arguments[-2 * weights :]
+    given = read(hidden_states, *arguments)
+    x, experts = prepare(given)
+    _, _, index, routing = given
+    pairs = [_padded(a, b, x.dtype) for a, b in zip(factors[::2], factors[1::2], strict=True)]
+    if experts.up_proj is None:
+        pairs.insert(1, (None, None))
+    flat = [factor for pair in pairs for factor in pair]
+    out = function(x, *experts[:2], routing, *experts[2:5], *flat, index, *experts[5:])
+    return out.to(hidden_states.dtype)
 
 
 def _padded(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
