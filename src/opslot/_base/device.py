@@ -116,6 +116,11 @@ def cpu_name() -> str:
     return found or platform.processor() or platform.machine()
 
 
+def usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @functools.cache
 def has_package(name: str) -> bool:
     """Whether top-level package `name` can be imported; it is not imported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opslot._base.device import usable_cores
 from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
 from opslot.checkpoint._report import Problems
@@ -28,7 +28,13 @@ from opslot.checkpoint.initialize import initialize
 from opslot.checkpoint.mapping import LoadMapping, MappedSlice, Stream, map_tensors
 from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import ModelTensors, clean_fqn, tensors_of
-from opslot.checkpoint.quantized import dequantized_entries, open_tensor, remove_quantization_config, whole_tensor
+from opslot.checkpoint.quantized import (
+    QuantizedTensor,
+    dequantized_entries,
+    open_tensor,
+    remove_quantization_config,
+    whole_tensor,
+)
 from opslot.checkpoint.safetensors_file import MappedFile
 from opslot.checkpoint.tensor_slice import (
     Region,
@@ -162,7 +168,7 @@ def load_weights(
     initialize(model, mapping.missing, [name for name in meta_buffers if name not in present])
     report = LoadReport(folder, layouts=mapping.layouts, missing=mapping.missing, extra=mapping.extra)
     with torch.no_grad():
-        _execute(mapping, _Destinations(tensors_of(model), quantizing, device, mapping, regions), regions, report)
+        _execute(mapping, _Destinations(tensors_of(model), quantizing, device, mapping, regions), report)
     report.seconds = time.perf_counter() - start
     if report.not_finite:
         logger.warning(
@@ -241,7 +247,12 @@ def _is_finite(values: Tensor) -> bool:
 
 
 class _Destinations:
-    """Where slices are written: a model's tensors, and buffers for weights that their modules quantize."""
+    """Where slices are written: a model's tensors, and buffers for weights that their modules quantize.
+
+    Attributes:
+        regions: the part of each tensor that this rank holds.
+        not_finite: names of the tensors in which a NaN or an infinity was written.
+    """
 
     def __init__(
         self,
@@ -251,6 +262,8 @@ class _Destinations:
         mapping: LoadMapping,
         regions: Mapping[str, Region],
     ) -> None:
+        self.regions = regions
+        self.not_finite: set[str] = set()
         self._local = {n: local_tensor(tensor).detach() for n, tensor in tensors.items() if n not in quantizing}
         self._quantizing, self._device = quantizing, device
         slices = [item.tensor_slice for item in mapping.slices]
@@ -261,7 +274,19 @@ class _Destinations:
     def __contains__(self, name: str) -> bool:
         return name in self._local or name in self._quantizing
 
-    def __getitem__(self, name: str) -> Tensor:
+    def write(self, stored: Tensor | QuantizedTensor, tensor_slice: TensorSlice) -> None:
+        """Write this rank's part of a slice; a buffer is quantized after its last one."""
+        name = tensor_slice.target
+        written = copy_overlap(self._memory(name), self.regions[name], stored, tensor_slice)
+        if written is not None and not _is_finite(written):
+            self.not_finite.add(name)
+        with self._lock:
+            self._left[name] -= 1
+            buffer = None if self._left[name] else self._buffers.pop(name, None)
+        if buffer is not None:
+            self._quantizing[name][1](buffer, self._device)
+
+    def _memory(self, name: str) -> Tensor:
         if name in self._local:
             return self._local[name]
         with self._lock:
@@ -269,57 +294,45 @@ class _Destinations:
                 self._buffers[name] = torch.empty_like(local_tensor(self._quantizing[name][0]), device="cpu")
             return self._buffers[name]
 
-    def written(self, name: str) -> None:
-        """Another slice of a tensor is written."""
-        with self._lock:
-            self._left[name] -= 1
-            buffer = None if self._left[name] else self._buffers.pop(name, None)
-        if buffer is not None:
-            self._quantizing[name][1](buffer, self._device)
-
     def finish(self) -> None:
-        """Everything is written."""
+        """Everything is written; quantizes what converters returned."""
         for name, buffer in self._buffers.items():
             self._quantizing[name][1](buffer, self._device)
 
 
-def _execute(mapping: LoadMapping, local: _Destinations, regions: Mapping[str, Region], report: LoadReport) -> None:
+def _execute(mapping: LoadMapping, destinations: _Destinations, report: LoadReport) -> None:
     """Copy the slices to their destinations, file by file, several tensors at a time."""
-    not_finite: set[str] = set()
     by_file: dict[Path, list[MappedSlice]] = defaultdict(list)
     for item in mapping.slices:
-        overlap = intersect(regions[item.tensor_slice.target], item.tensor_slice.region)
+        overlap = intersect(destinations.regions[item.tensor_slice.target], item.tensor_slice.region)
         if overlap is not None:
             by_file[item.entry.file].append(item)
             report.tensors += 1
             report.bytes_read += item.entry.nbytes * volume(overlap) // volume(item.tensor_slice.region)
-    threads = min(
-        _MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    with ThreadPoolExecutor(threads, thread_name_prefix="opslot-load") as pool:
+    with ThreadPoolExecutor(min(_MAX_THREADS, usable_cores()), thread_name_prefix="opslot-load") as pool:
         for file, slices in by_file.items():
-            mapped = MappedFile(file)
-            tasks = list(_tasks(slices))
-            for task in tasks[:_TASKS_AHEAD]:
-                _read_ahead(task, mapped, regions)
-
-            def copy(number: int, mapped: MappedFile = mapped, tasks: list[list[MappedSlice]] = tasks) -> None:
-                for task in tasks[number + _TASKS_AHEAD : number + _TASKS_AHEAD + 1]:
-                    _read_ahead(task, mapped, regions)
-                for item in tasks[number]:
-                    name = item.tensor_slice.target
-                    written = copy_overlap(
-                        local[name], regions[name], open_tensor(mapped, item.entry), item.tensor_slice
-                    )
-                    if written is not None and not _is_finite(written):
-                        not_finite.add(name)
-                    local.written(name)
-
-            list(pool.map(copy, range(len(tasks))))
+            _copy_slices(MappedFile(file), slices, destinations, pool)
     for stream in mapping.streams:
-        _run_stream(stream, local, regions, report, not_finite)
-    local.finish()
-    report.not_finite = sorted(not_finite)
+        _run_stream(stream, destinations, report)
+    destinations.finish()
+    report.not_finite = sorted(destinations.not_finite)
+
+
+def _copy_slices(
+    mapped: MappedFile, slices: list[MappedSlice], destinations: _Destinations, pool: ThreadPoolExecutor
+) -> None:
+    """Copy slices of one file, in the threads of `pool`."""
+    tasks = list(_tasks(slices))
+
+    def copy(number: int) -> None:
+        for task in tasks[number + _TASKS_AHEAD : number + _TASKS_AHEAD + 1]:
+            _read_ahead(task, mapped, destinations.regions)
+        for item in tasks[number]:
+            destinations.write(open_tensor(mapped, item.entry), item.tensor_slice)
+
+    for task in tasks[:_TASKS_AHEAD]:
+        _read_ahead(task, mapped, destinations.regions)
+    list(pool.map(copy, range(len(tasks))))
 
 
 def _tasks(slices: list[MappedSlice]) -> Iterator[list[MappedSlice]]:
@@ -362,21 +375,13 @@ def _byte_range(item: MappedSlice, region: Region) -> tuple[int, int]:
     return entry.start + rows.start * row_bytes, entry.start + rows.stop * row_bytes
 
 
-def _run_stream(
-    stream: Stream,
-    local: _Destinations,
-    regions: Mapping[str, Region],
-    report: LoadReport,
-    not_finite: set[str],
-) -> None:
+def _run_stream(stream: Stream, destinations: _Destinations, report: LoadReport) -> None:
     """Pass whole tensors through a converter and write what it returns."""
 
     def write(returned: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in returned:
-            if name in local:
-                written = copy_overlap(local[name], regions[name], tensor, TensorSlice.whole(name, tensor.shape))
-                if written is not None and not _is_finite(written):
-                    not_finite.add(name)
+            if name in destinations:
+                destinations.write(tensor, TensorSlice.whole(name, tensor.shape))
 
     file: Path | None = None
     for name, entry in stream.entries:

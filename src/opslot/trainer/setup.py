@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from opslot._base.device import best_device, has_package
+from opslot._base.device import best_device, has_package, usable_cores
 from opslot._base.errors import ConfigError, TrainingError
 from opslot._base.launcher import launched_local_world_size
 from opslot._base.logging import get_logger
@@ -121,8 +120,7 @@ def num_workers(config: RunConfig) -> int:
     if config.model.device == "cpu" or best_device().type == "cpu":
         return 0
     processes = launched_local_world_size()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limits = [_MEDIA_WORKERS if config.task == "vlm" else _TEXT_WORKERS, max(cores // processes - 1, 0)]
+    limits = [_MEDIA_WORKERS if config.task == "vlm" else _TEXT_WORKERS, max(usable_cores() // processes - 1, 0)]
     if config.task == "vlm" and (shared := Path("/dev/shm")).is_dir():
         free = shutil.disk_usage(shared).free
         limits.append(free // processes // _MEDIA_WORKER_BYTES)
