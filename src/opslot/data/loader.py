@@ -158,8 +158,7 @@ class SampleLoader(_Loader):
             yield batch
 
     def _assemble(self, numbers: list[int]) -> dict[str, Any]:
-        collate_fn = self.collate_fn or _collate_of(self.dataset)
-        return collate_fn([self.dataset[number] for number in numbers])
+        return _collated(self.dataset, numbers, self.collate_fn)
 
     def sample_numbers(self) -> Iterator[list[int]]:
         """This rank's sample numbers after the consumed ones, batch by batch, without end."""
@@ -184,8 +183,10 @@ class SampleLoader(_Loader):
             first += self.step_samples
 
 
-def _collate_of(dataset: PackedDataset | MixedDataset) -> Any:
-    return collate if dataset.packing else collate_padded
+def _collated(dataset: PackedDataset | MixedDataset, numbers: list[int], collate_fn: Collate | None) -> dict[str, Any]:
+    """Some samples as a batch."""
+    collate_fn = collate_fn or (collate if dataset.packing else collate_padded)
+    return collate_fn([dataset[number] for number in numbers])
 
 
 @contextlib.contextmanager
@@ -255,7 +256,7 @@ class TokenLoader(_Loader):
 
     def _assemble(self, located: tuple[StepDocuments, list[list[int]]]) -> tuple[StepDocuments, list[dict[str, Any]]]:
         step, own = located
-        return step, [_pack(self.dataset, numbers, self.collate_fn or collate) for numbers in own]
+        return step, [_pack(self.dataset, numbers, self.collate_fn) for numbers in own]
 
     def _own_documents(self) -> Iterator[tuple[StepDocuments, list[list[int]]]]:
         """Each step, and the sample numbers of this rank's micro batches in it."""
@@ -397,12 +398,12 @@ class _Assembled(Dataset):
 _IDLE_TOKENS = 8
 
 
-def _pack(dataset: PackedDataset | MixedDataset, numbers: list[int], collate_fn: Collate) -> dict[str, Any]:
+def _pack(dataset: PackedDataset | MixedDataset, numbers: list[int], collate_fn: Collate | None) -> dict[str, Any]:
     """The documents of some samples as a batch [1, tokens]."""
     documents = [tokens for number in numbers for tokens in dataset.tokens(number)]
     size = sum(map(len, documents)) or _IDLE_TOKENS
     extras = [extra for number in numbers for extra in dataset.extras(number)]
-    return collate_fn([make_sample(documents, size, dataset.pad_token_id, extras)])
+    return (collate_fn or collate)([make_sample(documents, size, dataset.pad_token_id, extras)])
 
 
 def _identity(value: Any) -> Any:
@@ -459,6 +460,5 @@ class EvaluationLoader(_Loader):
     def _assemble(self, given: tuple[list[int], bool]) -> tuple[dict[str, Any], bool]:
         numbers, counts = given
         if self.max_tokens is not None:
-            return _pack(self.dataset, numbers, self.collate_fn or collate), counts
-        collate_fn = self.collate_fn or _collate_of(self.dataset)
-        return collate_fn([self.dataset[number] for number in numbers]), counts
+            return _pack(self.dataset, numbers, self.collate_fn), counts
+        return _collated(self.dataset, numbers, self.collate_fn), counts

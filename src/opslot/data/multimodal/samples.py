@@ -253,7 +253,7 @@ class MultimodalEncoder(ChatEncoder):
         """What `check_features` returns for tokens [S] or [B, S]; None without it."""
         if self.check_features is None:
             return None
-        return self.check_features(ids, {name: value for name, value in inputs.items() if name not in _OWN})
+        return self.check_features(ids, _passed_on(inputs))
 
     def mixes_images_and_videos(self, ids: torch.Tensor, inputs: Collection[str]) -> bool:
         """Whether samples have images and videos with one placeholder; the model takes one kind at a time.
@@ -288,7 +288,7 @@ class MultimodalEncoder(ChatEncoder):
                 found="it could be read when it was tokenized",
                 hint="restore the file and continue with train.checkpoint.resume_from: latest",
             ) from error
-        found = {name: value for name, value in inputs.items() if name not in _OWN}
+        found = _passed_on(inputs)
         if self.has_prefix:
             found["token_type_ids"] = (torch.arange(len(ids)) >= description["prefix"]).long()[None]
         if self._marks_videos_as_images(ids, found):
@@ -306,9 +306,8 @@ class MultimodalEncoder(ChatEncoder):
 
     def _rotary_positions(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], loaded: Loaded) -> torch.Tensor:
         """int64 [axes, S] for the tokens [S] of a sample with what the processor returned."""
-        found = {name: value for name, value in inputs.items() if name not in _OWN}
         try:
-            return self.positions(ids, {**found, **loaded.model_options})
+            return self.positions(ids, {**_passed_on(inputs), **loaded.model_options})
         except REJECTED as error:
             raise SampleError(
                 f"the model computes no position ids for it: {error}; the chat template must separate its images and "
@@ -451,3 +450,8 @@ class MultimodalEncoder(ChatEncoder):
         """Whether tokens have the placeholder of videos; True where the config does not name it."""
         token = getattr(self.config, "video_token_id", None)
         return token is None or bool((ids == token).any())
+
+
+def _passed_on(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the processor returned without what is made for the packed sequence."""
+    return {name: value for name, value in inputs.items() if name not in _OWN}
