@@ -14,18 +14,21 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_by_document`: an instance runs once for each document where a module in it keeps sequences unsplit, or where
   no kernel serves its attention.
 - `_opslot_on_global_sequences`: whether an instance that mixes tokens may run on the tokens of all ranks.
+- `_opslot_takes_earlier_tokens`: the arguments of a class that may also have tokens before those of position_ids.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
+- `_opslot_loss_function`: the name of Transformers' function that computes the loss of the class.
 - `_opslot_adopt`: method that `apply` calls on an instance of another class that it moved to this one.
 - `_opslot_derived_from`: of a class that `apply` made for instances of a user's class, that class.
 - `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
 
-On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers, and, from the
-first `apply` on, `_opslot_upstream`: the module of Transformers that it was generated from. On that of a
-module outside Transformers `_opslot_original`, that module; `_opslot_source`, the hash of what was read of it; and
-`_opslot_classes`, its changed classes by name.
+On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers;
+`_opslot_upstream_globals`: the globals that only constructors of the original assign; and, from the first `apply` on,
+`_opslot_upstream`: the module of Transformers that it was generated from. On that of a module outside Transformers
+`_opslot_original`, that module; `_opslot_source`, the hash of what was read of it; and `_opslot_classes`, its changed
+classes by name.
 
 On an instance, in its `__dict__` alone, so that state_dict and parameters do not include it: the kernel in
-`_opslot_<slot>`, its wrappers, and what undoes a binding.
+`_opslot_<slot>`, its wrappers, what undoes a binding, and what `set_adapted` and the other setters below note.
 """
 
 from __future__ import annotations
