@@ -23,6 +23,7 @@ from opslot.bench.tune import timings_of
 from opslot.slots import OpSlot, read_profile, write_profile
 from opslot.verify.isolated import Lost, Processes
 from opslot.verify.parity import CheckResult, compare, expect
+from tests.multimodal import TEXT, VISION
 
 STANDARD = KERNEL_REGISTRY.op("rms_norm").variant("standard")
 WIDE = (("heads", 1), ("width", 24))
@@ -374,3 +375,16 @@ def test_call_sites_distinguish_head_norms_from_model_norms():
         assert made.role == "bench"
         assert dict(made.shape) == dict(shape), "a case made from a shape has that shape"
     assert len(variants) >= 5
+
+
+def test_call_sites_are_those_of_kernel_selection_in_a_multimodal_model():
+    from transformers import AutoConfig
+
+    import opslot
+
+    config = AutoConfig.for_model("qwen3_vl", text_config=TEXT, vision_config=VISION)
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    model = opslot.build_foundation_model(config, init_device="meta", ops_implementation="eager")
+    found = [s for s in call_sites_of(model, torch.device("cpu"), torch.float32) if s.op == "attention"]
+    # Those of the encoder and of the language model, which have configs of their own.
+    assert {(s.variant, dict(s.shape)["heads"]) for s in found} == {("bidirectional", 2), ("causal", 4)}

@@ -23,7 +23,8 @@ from opslot.bench.baselines import baseline_kernels, load_baselines
 from opslot.bench.checks import Check, brief, cannot_run, combine, describe, generator_of, run_checks
 from opslot.bench.result import OpRow
 from opslot.bench.timing import Time, measure, measure_peak
-from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, KernelSpec, OpVariant, walk_slots
+from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, KernelSpec, OpsImplementationConfig, OpVariant
+from opslot.slots.binding import kernel_requests
 from opslot.verify.isolated import Processes, most_workers, spoils_device
 from opslot.verify.parity import CheckResult, compare, expect, with_leaves
 
@@ -41,22 +42,12 @@ class CallSite:
 
 def call_sites_of(model: Any, device: torch.device, dtype: torch.dtype) -> list[CallSite]:
     """The distinct call sites of a model with slots, in the order of its modules; it may be on the meta device."""
-    config = getattr(model, "config", None)
-    asked = [(op, variant, module) for _, module, _, op, variant in walk_slots(model)]
-    for op in KERNEL_REGISTRY.ops.values():
-        if op.applies_to is None:
-            continue
-        for module in model.modules() if op.per_module else (model,):
-            variant = op.applies_to(module, config) if op.per_module else op.applies_to(module)
-            if variant is not None and (not op.per_module or KERNEL_REGISTRY.selected_by_auto(op.name, variant)):
-                asked.append((op.name, variant, module))
     found: dict[CallSite, None] = {}
-    for op_name, variant, module in asked:
-        static_shape = KERNEL_REGISTRY.op(op_name).variant(variant).static_shape
-        request = KernelRequest(op_name, variant, facts_of(device), dtype, module, config)
+    for at, request in kernel_requests(model, OpsImplementationConfig.make("auto"), facts_of(device), dtype):
+        static_shape = KERNEL_REGISTRY.op(at.op_name).variant(at.variant).static_shape
         shape = static_shape(request) if static_shape else None
         if shape is not None:
-            found[CallSite(op_name, variant, tuple(sorted(shape.items())))] = None
+            found[CallSite(at.op_name, at.variant, tuple(sorted(shape.items())))] = None
     return list(found)
 
 

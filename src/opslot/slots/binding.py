@@ -168,16 +168,11 @@ def resolve(
     """Select the kernel of every slot of `model` without changing it. Arguments and errors are those of `bind`."""
     config = OpsImplementationConfig.make(ops)
     facts, default_dtype = _placement(model, device, dtype)
-    configs = {path: module.__dict__.get("config") for path, module in model.named_modules()}
     problems: list[_Problem] = []
     slots: list[SlotBinding] = []
-    for at in (*walk_slots(model), *_without_attribute(model, config, configs)):
+    for at, request in kernel_requests(model, config, facts, dtype):
         op_name, variant = at.op_name, at.variant
-        around = _nearest(at.path, configs)
-        request = KernelRequest(
-            op_name, variant, facts, dtype or _dtype_of(at.module) or default_dtype, at.module, around
-        )
-        parts = () if at.name else _parts(model, at, configs)
+        parts = () if at.name else _parts(model, at)
         problems += _partly_covered(config, at, parts)
         wanted = config.choice(op_name, variant, at.path, parts)
         keeps = None if at.name else _keeps(at, wanted)
@@ -200,6 +195,21 @@ def resolve(
         raise ConfigError(list_problems("kernels cannot be bound", _by_text(problems), shown=30))
     shown = "" if default_dtype is None else dtype_name(default_dtype)
     return Binding(config, tuple(slots), skipped, tuple(absent), facts, dtype, shown)
+
+
+def kernel_requests(
+    model: Any, config: OpsImplementationConfig, device: DeviceFacts, dtype: torch.dtype | None
+) -> Iterator[tuple[ModuleSlot, KernelRequest]]:
+    """Each place of a model where a kernel is selected, and what it is selected for.
+
+    Args:
+        dtype: of the computation; None is that of each module's parameters.
+    """
+    configs = _configs(model)
+    usual = None if dtype is not None else _dtype_of(model)
+    for at in (*walk_slots(model), *_without_attribute(model, config, configs)):
+        computed = dtype or _dtype_of(at.module) or usual
+        yield at, KernelRequest(at.op_name, at.variant, device, computed, at.module, _nearest(at.path, configs))
 
 
 def original_class(module: Any) -> type:
@@ -238,11 +248,12 @@ def _without_attribute(model: Any, chosen: OpsImplementationConfig, configs: dic
                 yield ModuleSlot(path, module, "", op.name, variant)
 
 
-def _parts(model: Any, at: ModuleSlot, configs: dict[str, Any]) -> tuple[str, ...]:
+def _parts(model: Any, at: ModuleSlot) -> tuple[str, ...]:
     """The modules in which the kernel of a per-model op runs: those whose config is the sub-model's."""
     part = KERNEL_REGISTRY.op(at.op_name).part
     if part is None:
         return ()
+    configs = _configs(model)
     return tuple(
         path for path, module in model.named_modules() if part(module) and _nearest(path, configs) is at.module.config
     )
@@ -376,6 +387,11 @@ def _op_of(field: str) -> OpSpec:
     return next(
         op for op in KERNEL_REGISTRY.ops.values() if field in {op.config_field, *(op.field_of(v) for v in op.variants)}
     )
+
+
+def _configs(model: Any) -> dict[str, Any]:
+    """The config of each module, by path; None for a module without."""
+    return {path: module.__dict__.get("config") for path, module in model.named_modules()}
 
 
 def _nearest(path: str, configs: dict[str, Any]) -> Any:
