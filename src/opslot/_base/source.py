@@ -6,7 +6,6 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
-from types import MethodType
 from typing import Any
 
 
@@ -25,8 +24,10 @@ def forward_source(cls: Any) -> str:
 
 
 def method_parameters(cls: Any, method: str = "forward") -> Mapping[str, inspect.Parameter]:
-    """The parameters of a class's method by name, in order, without self."""
-    return inspect.signature(MethodType(getattr(cls, method), cls)).parameters
+    """The parameters of a class's method by name, in order, without self. torch.compile can trace it."""
+    first, *others = inspect.signature(getattr(cls, method)).parameters.values()
+    own = [first, *others] if first.kind is first.VAR_POSITIONAL else others
+    return {parameter.name: parameter for parameter in own}
 
 
 def takes_text_axis(cls: Any) -> bool:
