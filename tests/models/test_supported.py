@@ -84,8 +84,6 @@ TRANSFORMERS_RAISES = (
 )
 # By check and architecture.
 UNSUPPORTED = {
-    ("ep", "longcat_flash"): "model.layers.0.mlp.experts cannot be sharded over ep ranks: its weights have "
-    "different numbers of experts",
     ("packed", "mllama"): INSIDE_ITS_ENCODER,
     ("sp", "mllama"): f"sequences of MllamaForConditionalGeneration cannot be sharded (sp=2): {INSIDE_ITS_ENCODER}",
     ("sp", "phi4_multimodal"): "sequences of Phi4MultimodalForCausalLM cannot be sharded (sp=2): it places features "

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from opslot._base.errors import CheckpointError
@@ -68,7 +70,31 @@ class MetadataReader(FileSystemReader):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which reads values other than tensors with `weights_only=True`."""
+    """DCP's planner, which reads values other than tensors with `weights_only=True`.
+
+    Args:
+        partly_read: parameters of which the checkpoint may have more or fewer rows; the rows of both are loaded.
+    """
+
+    def __init__(self, partly_read: Collection[str] = ()) -> None:
+        super().__init__()
+        self._partly_read = partly_read
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        # DCP compares sizes, and reads where the parts of both sides overlap.
+        resized = {
+            key: replace(stored, size=self.state_dict[key].size())
+            for key, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata) and key in self.state_dict and self._is_partly_read(key)
+        }
+        self.metadata = replace(metadata, state_dict_metadata={**metadata.state_dict_metadata, **resized})
+
+    def _is_partly_read(self, key: str) -> bool:
+        return any(key == f"model.{name}" or key.startswith(f"optimizer.state.{name}.") for name in self._partly_read)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

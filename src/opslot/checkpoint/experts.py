@@ -19,7 +19,7 @@ import torch
 from opslot._base.errors import CheckpointError, ConfigError
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import Shapes
-from opslot.checkpoint.model_tensors import tensors_of
+from opslot.checkpoint.model_tensors import stored_specs
 from opslot.checkpoint.tensor_slice import TensorSlice
 
 LAYOUTS = ("per_expert", "stacked", "transposed")
@@ -139,7 +139,7 @@ class ExpertTensorConverter:
     @classmethod
     def for_model(cls, model: torch.nn.Module, layout: str | None = None) -> ExpertTensorConverter:
         """The converter of every expert tensor that `model` has; for a model without experts it handles nothing."""
-        return cls(expert_targets({name: tensor.shape for name, tensor in tensors_of(model).items()}), layout)
+        return cls(expert_targets({name: spec.shape for name, spec in stored_specs(model).items()}), layout)
 
     def target_of(self, name: str) -> str | None:
         """The model's tensor that checkpoint tensor `name` belongs to; None when it is not an expert tensor."""

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint.converter import Converter, Shapes
 from opslot.checkpoint.experts import STACKED_NAME, ExpertTensorConverter, family_of, is_expert_tensor
-from opslot.checkpoint.model_tensors import tensors_of
+from opslot.checkpoint.model_tensors import stored_specs
+from opslot.checkpoint.safetensors_file import TensorSpec
 from opslot.checkpoint.tensor_slice import TensorSlice
 from opslot.slots.binding import original_class
 
@@ -67,7 +68,7 @@ def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
     if not isinstance(model, PreTrainedModel):
         return None
     view = transformers_view(model)
-    tensors = tensors_of(model)
+    tensors = stored_specs(model)
     experts = ExpertTensorConverter.for_model(model)
     own = get_model_conversion_mapping(view, add_legacy=False)
     unknown_experts = any(is_expert_tensor(name) and name not in experts.targets for name in tensors)
@@ -96,7 +97,7 @@ def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
 class _Assigner:
     """Assigns each tensor of a checkpoint to a converter."""
 
-    def __init__(self, model: Any, tensors: Mapping[str, Tensor], experts: ExpertTensorConverter) -> None:
+    def __init__(self, model: Any, tensors: Mapping[str, TensorSpec], experts: ExpertTensorConverter) -> None:
         self._model, self._tensors, self._experts = model, tensors, experts
         self._renamed: dict[str, str] = {}
         self._copied: dict[str, str] = {}
@@ -135,7 +136,7 @@ class _Assigner:
     def _single_expert(self, name: str, target: str, pattern: str, conversion: Any) -> str | None:
         """The per-expert name of `name`, for `ExpertTensorConverter`; None if it is not one expert's of `target`."""
         projection, expert = _projection(conversion, pattern, target), _expert_number(name, target)
-        shape = tuple(self._tensors[target].shape)
+        shape = self._tensors[target].shape
         if projection is None or expert is None or len(shape) != 3:
             return None
         self._experts.targets.setdefault(target, shape)
@@ -232,7 +233,7 @@ def _saved_names(model: Any, name: str) -> list[str]:
     try:
         from transformers.core_model_loading import revert_weight_conversion
 
-        shape = tensors_of(model)[name].shape
+        shape = stored_specs(model)[name].shape
         return list(revert_weight_conversion(model, {name: torch.empty(shape, device="meta")}))
     except Exception:  # a tensor that is converted together with others
         return []
@@ -251,12 +252,12 @@ class HubTensorConverter:
     def __init__(
         self,
         names: Mapping[str, str],
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, TensorSpec],
         experts: ExpertTensorConverter,
         source_keys: Mapping[str, Sequence[str]],
     ) -> None:
         self._names = names
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._shapes = {name: spec.shape for name, spec in tensors.items()}
         self._experts = experts
         self._known_keys = source_keys
 
@@ -311,11 +312,11 @@ class ConvertedTensors:
         targets: the model's tensors that it makes.
     """
 
-    def __init__(self, conversion: Any, target: str, model: Any, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, conversion: Any, target: str, model: Any, tensors: Mapping[str, TensorSpec]) -> None:
         self.sources: dict[str, str] = {}
         first = conversion.target_patterns[0]
         names = [target.replace(first, pattern, 1) for pattern in conversion.target_patterns]
-        self.targets = {name: tuple(tensors[name].shape) for name in names if name in tensors}
+        self.targets = {name: tensors[name].shape for name in names if name in tensors}
         self._conversion, self._target, self._model = conversion, target, model
         self._inputs: dict[str, Tensor] = {}
 

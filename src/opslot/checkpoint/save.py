@@ -21,7 +21,7 @@ from opslot.checkpoint.excluded import ExcludedParts
 from opslot.checkpoint.experts import check_layout, expert_targets, split_target
 from opslot.checkpoint.folder import INDEX, WEIGHTS, save_generation_config, staged_folder
 from opslot.checkpoint.hub_format import HubFormat, HubGroup, hub_format
-from opslot.checkpoint.model_tensors import clean_fqn, tensors_of
+from opslot.checkpoint.model_tensors import clean_fqn, stored_specs, tensors_of, with_removed_experts
 from opslot.checkpoint.quantized import whole_tensor
 from opslot.checkpoint.safetensors_file import NAMES, MappedFile, TensorEntry, TensorSpec, write_safetensors
 from opslot.checkpoint.tensor_slice import TensorSlice
@@ -92,11 +92,18 @@ def outputs_for(tensors: Mapping[str, TensorSpec], experts: Mapping[str, tuple[i
     return outputs
 
 
+def _specs_of(model: nn.Module | None, tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """Name, dtype and shape of each of `tensors` in the checkpoint, before conversions."""
+    if model is None:
+        return {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
+    specs = stored_specs(model)
+    return {name: specs[name] for name in tensors}
+
+
 def _outputs_of(
-    model: nn.Module | None, tensors: Mapping[str, Tensor], layout: str | None
+    model: nn.Module | None, specs: Mapping[str, TensorSpec], layout: str | None
 ) -> tuple[list[Output], HubFormat | None]:
     """The checkpoint's tensors for those of `model`, and the conversion of `save_pretrained` where they use it."""
-    specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
     hub = hub_format(model) if layout is None else None
     if hub is not None:
         return hub_outputs(specs, hub), hub
@@ -201,10 +208,11 @@ def _save(
     else:
         model, tensors = None, {clean_fqn(name): tensor for name, tensor in model_or_state_dict.items()}
     tensors = _untied(tensors)
-    outputs, hub = _outputs_of(model, tensors, layout)
+    specs = _specs_of(model, tensors)
+    outputs, hub = _outputs_of(model, specs, layout)
     outputs += [Output(TensorSpec(entry.name, entry.dtype, entry.shape), entry) for entry in copied]
     shards = shard_outputs(outputs, max_bytes)
-    gather = _Gatherer(tensors, hub, deltas)
+    gather = _Gatherer(tensors, specs, hub, deltas)
     error: Exception | None = None
     if is_first_rank():
         try:
@@ -242,8 +250,9 @@ def named_weights(model: nn.Module, *, merge_adapters: bool = False) -> Iterator
     deltas = merged_weights(model) if has_adapters(model) else {}
     with base_model(model, trained=True):
         tensors = _untied(tensors_of(model))
-        outputs, hub = _outputs_of(model, tensors, None)
-    gather = _Gatherer(tensors, hub, deltas)
+        specs = _specs_of(model, tensors)
+        outputs, hub = _outputs_of(model, specs, None)
+    gather = _Gatherer(tensors, specs, hub, deltas)
     for output in outputs:
         yield output.spec.name, gather(output.source)
 
@@ -345,13 +354,18 @@ class _Gatherer:
     Every rank must ask for the sources in the same order, since gathering a DTensor is collective.
 
     Args:
+        specs: of each tensor in the checkpoint.
         deltas: what is added to a tensor, by name.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], hub: HubFormat | None, deltas: Mapping[str, Callable[[], Tensor]]
+        self,
+        tensors: Mapping[str, Tensor],
+        specs: Mapping[str, TensorSpec],
+        hub: HubFormat | None,
+        deltas: Mapping[str, Callable[[], Tensor]],
     ) -> None:
-        self._tensors = tensors
+        self._tensors, self._specs = tensors, specs
         self._deltas = deltas
         self._hub = hub
         self._gathered: tuple[tuple[str, ...], dict[str, Tensor]] = (), {}
@@ -369,7 +383,7 @@ class _Gatherer:
         return self._gathered[1]
 
     def _whole(self, name: str) -> Tensor:
-        whole = full_tensor(self._tensors[name].detach())
+        whole = with_removed_experts(full_tensor(self._tensors[name].detach()), self._specs[name])
         if name not in self._deltas:
             return whole
         return (whole.float() + self._deltas[name]()).to(whole.dtype)

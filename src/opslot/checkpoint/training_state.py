@@ -29,7 +29,7 @@ from opslot._base.errors import CheckpointError, list_problems
 from opslot._base.files import write_json
 from opslot.checkpoint.adapters import has_adapters
 from opslot.checkpoint.dcp_reader import LoadPlanner, MetadataReader
-from opslot.checkpoint.model_tensors import clean_fqn
+from opslot.checkpoint.model_tensors import clean_fqn, partly_read_experts
 from opslot.checkpoint.quantized_moments import plain_state, quantized_state
 from opslot.distributed.consensus import (
     RankError,
@@ -173,14 +173,15 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
         changes = [change for of_rank in on_all_ranks(lambda: _changed_files(folder)) for change in of_rank]
         if changes:
             raise damaged(folder, *changes)
-        _check_model(folder, model_state)
+        partly_read = partly_read_experts(model)
+        _check_model(folder, model_state, partly_read)
         known = {_parameter_of(key) for key in MetadataReader(folder).read_metadata().state_dict_metadata} - {""}
         # A parameter that had no gradient so far, as those of an encoder before its first sample, has no state.
         for state in (held["state"], optimizer_state["state"]) if known else ():
             for name in state.keys() - known:
                 del state[name]
         with _single_process_allowed() as no_dist:
-            dcp.load(tensors, storage_reader=MetadataReader(folder), planner=LoadPlanner(), no_dist=no_dist)
+            dcp.load(tensors, storage_reader=MetadataReader(folder), planner=LoadPlanner(partly_read), no_dist=no_dist)
     except CheckpointError:
         raise
     except (Exception, dcp.api.CheckpointException) as error:
@@ -317,8 +318,8 @@ def _changed(name: str) -> str:
     return f"{name} is not the file that was written: its checksum differs"
 
 
-def _check_model(folder: Path, model_state: dict[str, Any]) -> None:
-    """Compare names and shapes with the checkpoint's."""
+def _check_model(folder: Path, model_state: dict[str, Any], partly_read: set[str]) -> None:
+    """Compare names and shapes with the checkpoint's; of `partly_read`, the shapes of one expert."""
     prefix = "model."
     saved = MetadataReader(folder).read_metadata().state_dict_metadata
     there = {key.removeprefix(prefix): getattr(saved[key], "size", None) for key in saved if key.startswith(prefix)}
@@ -327,7 +328,8 @@ def _check_model(folder: Path, model_state: dict[str, Any]) -> None:
     problems += [f"{name}: only in this model" for name in sorted(here.keys() - there.keys())]
     for name, shape in here.items():
         size = there.get(name)
-        if size is not None and size != shape:
+        first = 1 if name in partly_read else 0
+        if size is not None and size[first:] != shape[first:]:
             problems.append(f"{name}: {list(size)} in the checkpoint, {list(shape)} in this model")
     if problems:
         hint = "set model.config_path to the config that it was trained with"

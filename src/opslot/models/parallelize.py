@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
+from opslot.checkpoint.model_tensors import unread_experts
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, shard_model
 from opslot.distributed.fsdp import MODE_OPTIONS, needs_fsdp
 from opslot.distributed.mixed_precision import has_copies
@@ -32,7 +33,7 @@ from opslot.models._registry import architecture_of
 from opslot.models._sequence.ulysses import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
 from opslot.slots.binding import Wrapper, class_name, wrapper_of
-from opslot.slots.protocol import modules_by_document, replaced_forward
+from opslot.slots.protocol import modules_by_document, replaced_forward, set_removed_experts
 
 __all__ = ["parallel_plan", "parallelize"]
 
@@ -103,6 +104,7 @@ def parallelize(
         binding = resolve(root, binding.config, device=device, dtype=dtype)
         if state.ep > 1:
             _check_experts(model, state, plan)
+            _remove_unread_experts(model)
         if state.sp > 1:
             prepare_ulysses(root, binding, state, ulysses_overlap)
         binding = _parallel_binding(root, binding, state, ulysses_pipeline, ulysses_overlap)
@@ -260,17 +262,20 @@ def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) 
                 f"ep={state.ep}, but the parallel plan does not shard {', '.join(missing)}",
                 hint="name every parameter of the experts in it",
             )
-        counts = {name: len(parameter) for name, parameter in module.named_parameters(recurse=False)}
-        if len(set(counts.values())) > 1:
-            # Equal parts would hold different experts. LongCat's gates have rows for experts that return their input.
-            raise ConfigError(
-                f"{path} cannot be sharded over ep ranks: its weights have different numbers of experts",
-                found=", ".join(f"{count} in {name}" for name, count in counts.items()),
-                hint="set ep (train.ep_size) to 1; FSDP2 shards these weights too",
-            )
         check_module = KERNEL_REGISTRY.op(op_name).variant(variant).check_module
         if check_module and (problem := check_module(module)):
             raise ConfigError(f"{path} cannot be sharded over ep ranks: {problem}", hint="set ep to 1")
+
+
+def _remove_unread_experts(model: Any) -> None:
+    """Let all weights of a module have the same experts, so that equal parts do too."""
+    for _, module, _, op_name, _ in walk_slots(model):
+        unread = unread_experts(module) if op_name == "moe_experts" else {}
+        for name, count in unread.items():
+            weight = module.get_parameter(name)
+            module.register_parameter(name, nn.Parameter(weight.detach()[:-count].clone(), weight.requires_grad))
+        if unread:
+            set_removed_experts(module, unread)
 
 
 def _triton_sum(name: str, device: torch.device) -> Callable[..., Any] | None:

@@ -34,7 +34,7 @@ On an instance, in its `__dict__` alone, so that state_dict and parameters do no
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 PREFIX = "_opslot_"
@@ -71,6 +71,7 @@ _OWNS_CONFIG = PREFIX + "owns_config"
 _REPLACED_FORWARD = PREFIX + "replaced_forward"
 _LOSS_ONLY = PREFIX + "loss_only"
 _ADAPTED = PREFIX + "adapted"
+_REMOVED_EXPERTS = PREFIX + "removed_experts"
 
 
 class Skipped(NamedTuple):
@@ -360,6 +361,15 @@ def set_adapted(module: Any) -> None:
 def is_adapted(module: Any) -> bool:
     """Whether the parameters of a module itself have adapters (LoRA)."""
     return _ADAPTED in getattr(module, "__dict__", {})
+
+
+def removed_experts(module: Any) -> Mapping[str, int]:
+    """By parameter of a module, how many of its last experts expert parallelism removed, since nothing reads them."""
+    return module.__dict__.get(_REMOVED_EXPERTS, {})
+
+
+def set_removed_experts(module: Any, counts: Mapping[str, int]) -> None:
+    _set(module, _REMOVED_EXPERTS, counts)
 
 
 def set_kernel(module: Any, slot: str, kernel: Any) -> None:

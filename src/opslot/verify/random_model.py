@@ -153,7 +153,7 @@ def train_step(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
 
     The loss of a model that averages over the labels of each call is computed from its logits instead.
     """
-    from opslot.checkpoint.model_tensors import clean_fqn
+    from opslot.checkpoint.model_tensors import clean_fqn, stored_specs, with_removed_experts
 
     model.zero_grad(set_to_none=True)
     any_frozen = not all(parameter.requires_grad for parameter in model.parameters())
@@ -165,12 +165,14 @@ def train_step(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
             loss.backward()
         total += loss.detach().cpu()
     result = {"loss": total}
+    specs = stored_specs(model)
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(parameter)
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        result[f"grad {clean_fqn(name)}"] = whole.detach().cpu()
+        name = clean_fqn(name)
+        result[f"grad {name}"] = with_removed_experts(whole.detach(), specs[name]).cpu()
     return result
 
 
