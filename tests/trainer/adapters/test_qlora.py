@@ -6,10 +6,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import opslot
 from opslot import ConfigError, explain
 from opslot.checkpoint import save_adapter
 from opslot.cli import main
 from opslot.ops.linear.nf4 import dequantize
+from opslot.verify.random_model import random_model
+from opslot.verify.tiny import tiny_config
 from tests.trainer.adapters.runs import peft_losses, recorded_steps
 from tests.trainer.runs import losses, run_config
 
@@ -178,6 +181,15 @@ def experts_held(file):
 def test_ranks_hold_their_own_quantized_experts(ranks, write):
     pytest.importorskip("bitsandbytes")
     assert ranks.run(experts_held, write("two", {"quantization": "nf4"}, ep_size=2)) == [{2}, {2}]
+
+
+def test_experts_without_weights_raise():
+    from opslot.models._adapters.quantized_linear import quantize_layers
+
+    model = random_model(tiny_config("longcat_flash"))
+    opslot.apply(model, "eager")
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.experts cannot be quantized: some of its experts have no"):
+        quantize_layers(model)
 
 
 def test_unsupported_combinations_with_nf4_raise(write, settings, capsys, monkeypatch):

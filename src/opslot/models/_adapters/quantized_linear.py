@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
+from opslot.checkpoint.model_tensors import unread_experts
 from opslot.models._adapters.quantized_experts import quantize_experts
 from opslot.models._build import classifier_heads
 from opslot.ops.linear import low_rank
@@ -44,9 +45,15 @@ def quantize_layers(model: PreTrainedModel, keep: Collection[str] = ()) -> list[
         FQNs of the replaced layers.
 
     Raises:
-        ConfigError: a model without linear layers.
+        ConfigError: a model without linear layers, or with experts that have no weights.
     """
     experts = {slot.path: slot.module for slot in walk_slots(model) if slot.op_name == "moe_experts"}
+    for path, module in experts.items():
+        if unread_experts(module):
+            raise ConfigError(
+                f"{path} cannot be quantized: some of its experts have no weights of their own",
+                hint="remove lora.quantization",
+            )
     keep = {*keep, *classifier_heads(model)}
     head = model.get_output_embeddings()
     routers = [_routers(model.get_submodule(path.rpartition(".")[0]), module) for path, module in experts.items()]
