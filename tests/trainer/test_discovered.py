@@ -44,10 +44,10 @@ def test_mixture_of_experts_trains_on_packed_documents(train, of, settings, tmp_
 
 
 def test_packing_raises_where_documents_could_see_each_other(train, of, settings):
-    of("ctrl", dff=32)
+    of("gpt_neox_japanese")
     code, _, err = train()
     assert code == 2
-    assert "CTRLLMHeadModel cannot train on packed documents, which would see each other" in err
+    assert "GPTNeoXJapaneseForCausalLM cannot train on packed documents, which would see each other" in err
     assert "found: it has no decoder layers" in err
     assert "hint: set data.packing: false" in err
     settings["data"]["packing"] = False

@@ -126,14 +126,27 @@ def find_unsplit_sequences(module: ModuleView) -> Iterator[ClassFact]:
 
 @lru_cache(maxsize=8)
 def decoder_layers(module: ModuleView) -> list[str]:
-    """Classes called DecoderLayer; in a module of language models without such classes, those called Block or Layer."""
+    """Classes called DecoderLayer; in a module of language models without such classes, those called Block or Layer,
+    else those with attention that a causal model has a list of."""
     layers = [name for name in module.classes if name.endswith("DecoderLayer")]
     if layers or "Vision" in " ".join(module.classes) or _sees_later_tokens(module):
         return layers
-    return [
+    layers = [
         name
         for name in module.classes
         if name.endswith(("Block", "Layer")) and "GradientCheckpointingLayer" in module.bases(name)
+    ]
+    return layers or (_listed_layers(module) if any(_calls_of(module, _MASKS)) else [])
+
+
+def _listed_layers(module: ModuleView) -> list[str]:
+    """Classes with attention that models of the module put in a ModuleList."""
+    constructors = [module.upstream.find(f"{name}.__init__") for name in module.classes if module.is_model(name)]
+    calls = find_nodes(ast.Call, *(node for node in constructors if node is not None))
+    lists = [names_in(call) for call in calls if ast.unparse(call.func).endswith("ModuleList")]
+    listed = [name for name in module.classes if any(name in names for names in lists)]
+    return [
+        name for name in listed if any("ALL_ATTENTION_FUNCTIONS" in module.text(x) for x in parts_of(module, [name]))
     ]
 
 
@@ -171,7 +184,7 @@ def _mixes(module: ModuleView, name: str) -> str:
         return "counts the positions of a whole row, not those of each document" if counts else ""
     for method in methods:
         if method.name == "__init__":
-            unknown = _modules(method) - _MODULES - set(module.classes)
+            unknown = _modules(method, module) - _MODULES - set(module.classes)
             if unknown:
                 return f"has a {sorted(unknown)[0]}, which may mix tokens"
         elif not _acts_per_token(module, name, method) and (reason := _mixing_call(module, method, frozenset())):
@@ -201,7 +214,7 @@ def _mixing_around_layers(module: ModuleView, parts: Collection[str]) -> Iterato
 def _mixes_in_model(module: ModuleView, name: str) -> str:
     """Why a model or the angles of its positions may mix tokens, in a module or function that does, or ""."""
     constructor = module.upstream.find(f"{name}.__init__")
-    made = _modules(constructor) if isinstance(constructor, ast.FunctionDef) else set()
+    made = _modules(constructor, module) if isinstance(constructor, ast.FunctionDef) else set()
     if unknown := sorted(made - _MODULES - module.classes.keys()):
         return f"has a {unknown[0]}, which may mix tokens"
     called = (ast.unparse(call.func).rpartition(".")[2] for call in find_nodes(ast.Call, module.classes[name]))
@@ -273,14 +286,14 @@ def _selects_under_mask(method: ast.FunctionDef) -> bool:
     return bool(returned) and all(text.partition(".topk(")[0] in masked for text in returned)
 
 
-def _modules(method: ast.FunctionDef) -> set[str]:
-    """Names of torch's modules that a constructor makes."""
-    attributes = {
-        node.func.attr: ast.unparse(node.func.value)
-        for node in find_nodes(ast.Call, method)
-        if isinstance(node.func, ast.Attribute)
-    }
-    return {name for name, owner in attributes.items() if owner in ("nn", "torch.nn") and name[:1].isupper()}
+def _modules(method: ast.FunctionDef, module: ModuleView) -> set[str]:
+    """Names of torch's modules that a constructor makes, itself or in a function that it calls."""
+    calls = [*find_nodes(ast.Call, method)]
+    functions = [module.upstream.find(call.func.id) for call in calls if isinstance(call.func, ast.Name)]
+    calls += find_nodes(ast.Call, *(function for function in functions if isinstance(function, ast.FunctionDef)))
+    attributes = [node.func for node in calls if isinstance(node.func, ast.Attribute)]
+    owners = {function.attr: ast.unparse(function.value) for function in attributes}
+    return {name for name, owner in owners.items() if owner in ("nn", "torch.nn") and name[:1].isupper()}
 
 
 def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[str]) -> str:
