@@ -1,5 +1,7 @@
 """Models called with `cu_seq_lens_q`: they keep documents apart, or raise."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -217,13 +219,62 @@ def _leaks(model, batch):
     return float((first - second).abs().max() / first.abs().max())
 
 
+OF_TEXT = sorted({*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES})
+# Models of parts alone, without the inputs that the other parts give them, or without a language.
+NOT_CALLED = {"gemma4_assistant", "gemma4_unified_assistant", "xmod"}
+# Their models make the cache of the decoder in them.
+OUTER_CACHE = ["idefics2", "idefics3", "smolvlm"]
+
+
+@pytest.mark.quick("bert-*", "ctrl-*", "longcat_flash-eager", "idefics3-eager")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+@pytest.mark.parametrize("arch", [*(arch for arch in OF_TEXT if arch not in NOT_CALLED), *OUTER_CACHE])
+def test_positions_that_restart_separate_documents_or_raise(arch, ops):
+    """Also while a cache could be filled, and while the model is trained."""
+    try:
+        model = with_kernels(arch, ops)
+    except Exception as error:
+        # Without slots, or with sizes that no tiny config has.
+        pytest.skip(f"{type(error).__name__}: {error}")
+    without_dropout(model)
+    ids = packed(model)["input_ids"]
+    calls = [(False, {}), (True, {})]
+    if "use_cache" in inspect.signature(type(model).forward).parameters:
+        calls.append((False, {"use_cache": False}))
+    for mode, more in calls:
+        model.train(mode)
+        found, error = call(model, input_ids=ids, position_ids=positions(), **more)
+        if found is None:
+            assert "cannot keep packed documents (position_ids that restart) apart" in error
+            continue
+        split = zip(ids.split(LENGTHS, 1), positions().split(LENGTHS, 1), strict=True)
+        alone = [call(model, input_ids=part, position_ids=own, **more)[0] for part, own in split]
+        torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+
+
+def call(model, **inputs):
+    """The logits and ""; or None and the error of a kernel."""
+    with torch.no_grad():
+        try:
+            return model(**inputs).logits, ""
+        except KernelError as error:
+            return None, str(error)
+
+
+def without_dropout(model):
+    for module in model.modules():
+        rates = [name for name, value in vars(module).items() if isinstance(value, float) and "drop" in name]
+        for name in [*rates, *(["p"] if isinstance(module, torch.nn.Dropout) else [])]:
+            setattr(module, name, 0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ops", ["eager", "auto"])
 def test_no_model_of_text_mixes_documents(ops):
-    names = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
     mixed, separated = {}, 0
-    for arch in sorted(names):
+    for arch in OF_TEXT:
         try:
             model = with_kernels(arch, ops)
         except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -9,8 +10,14 @@ from torch import nn
 
 from opslot.models._hooks import add_pre_hook
 from opslot.ops._common.by_document import add_documents
-from opslot.ops._common.documents import given_arguments, may_pack, models_around, positions_of_documents
-from opslot.slots.protocol import modules_by_document
+from opslot.ops._common.documents import (
+    assert_no_restart,
+    given_arguments,
+    may_pack,
+    models_around,
+    positions_of_documents,
+)
+from opslot.slots.protocol import attention_options, modules_by_document
 
 
 def give_documents(model: nn.Module) -> None:
@@ -18,13 +25,19 @@ def give_documents(model: nn.Module) -> None:
 
     Those around modules that run for each document derive cu_seqlens, and those with attention make no cache.
     """
-    attention = [path for path, module in model.named_modules() if "Attention" in type(module).__name__]
-    for hook, inside in (
-        (_add_documents, [path for path, _ in modules_by_document(model)]),
-        (_without_cache, attention),
-    ):
-        for holder in models_around(model, inside):
-            add_pre_hook(holder, hook)
+    attention = [
+        path
+        for path, module in model.named_modules()
+        if "Attention" in type(module).__name__ or attention_options(module) is not None
+    ]
+    for holder in models_around(model, [path for path, _ in modules_by_document(model)]):
+        add_pre_hook(holder, _add_documents)
+    decoders = {id(holder) for holder in models_around(model, attention)}
+    for part in model.modules():
+        is_around = hasattr(part, "base_model_prefix") and any(id(inner) in decoders for inner in part.modules())
+        # Models around a decoder may make its cache: Idefics3.
+        if id(part) in decoders or (is_around and "use_cache" in signature(type(part).forward).parameters):
+            add_pre_hook(part, _without_cache)
 
 
 def _add_documents(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -43,4 +56,6 @@ def _without_cache(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # A compiled model cannot read positions, and training needs no cache.
     compiling = torch.compiler.is_compiling()
     packed = torch.is_grad_enabled() if compiling else may_pack(positions)
+    if compiling and not packed:
+        assert_no_restart(model, positions, "a cache is made: pass use_cache=False")
     return (args, {**kwargs, "use_cache": False}) if packed else None

@@ -16,9 +16,11 @@ from opslot.models._hooks import add_pre_hook
 from opslot.models._multimodal.modalities import decoder_of
 from opslot.ops._common.by_document import add_documents
 from opslot.ops._common.documents import (
+    assert_no_restart,
     given_arguments,
     has_cache,
     has_position_axes,
+    innermost_models,
     masks_drop_positions,
     positions_in_documents,
     positions_of_documents,
@@ -26,12 +28,16 @@ from opslot.ops._common.documents import (
 )
 from opslot.slots.protocol import (
     attention_options,
+    attention_skip,
     computes_attention,
     indexers,
+    is_own_attention,
     mixes_documents,
     modules_by_document,
     unknown_layers,
 )
+
+_PADDED = "pass each document in a row of its own, padded, with an attention_mask"
 
 
 def separate_documents(model: nn.Module) -> None:
@@ -55,6 +61,11 @@ def separate_documents(model: nn.Module) -> None:
             add_pre_hook(part, _Reject(problem))
         elif _counts_positions(part, inside):
             add_pre_hook(part, _add_positions, prepend=True)
+    modules = model.named_modules()
+    attention = [path for path, module in modules if attention_options(module) is not None or attention_skip(module)]
+    for part in innermost_models(model, attention):
+        if {"input_ids", "position_ids"} <= {*method_parameters(type(part))} and _masks_of_padding(part):
+            add_pre_hook(part, _give_boundaries)
 
 
 def _problem(part: nn.Module) -> str | None:
@@ -86,18 +97,53 @@ class _Reject:
             raise KernelError(
                 f"{type(model).__name__} cannot keep packed documents ({packed_by}) apart",
                 found=self.problem,
-                hint="pass each document in a row of its own, padded, with an attention_mask",
+                hint=_PADDED,
             )
 
-    @staticmethod
-    def _restart(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _restart(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
         given = given_arguments(model, args, kwargs)
         positions = positions_of_documents(given)
-        if positions is None or torch.compiler.is_compiling():
+        if positions is None:
+            return False
+        if torch.compiler.is_compiling():
+            assert_no_restart(model, positions, self.problem)
             return False
         # Without a synchronization: positions that only a device has are not read.
         positions = host_values(positions)
         return positions.device.type == "cpu" and restart(positions)
+
+
+def _masks_of_padding(part: nn.Module) -> bool:
+    """Whether the masks of a model may be of padding alone, as those of models whose tokens see later ones are."""
+    variants = {found[0] for module in part.modules() if (found := attention_options(module)) is not None}
+    return "bidirectional" in variants or unknown_layers(part) is not None
+
+
+def _give_boundaries(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a model whose masks do not separate documents by positions: a kernel gets their boundaries.
+
+    Raises:
+        KernelError: Transformers' attention has none.
+    """
+    given = given_arguments(model, args, kwargs)
+    positions = positions_of_documents(given)
+    if positions is None or positions.is_meta or kwargs.get("cu_seq_lens_q") is not None:
+        return None
+    if torch.compiler.is_compiling():
+        assert_no_restart(model, positions, "masks are of padding alone: pass cu_seq_lens_q and bind a kernel")
+        return None
+    if not restart(host_values(positions)):
+        return None
+    implementation = str(model.config._attn_implementation)
+    if is_own_attention(implementation) or "flash" in implementation:
+        return add_documents(model, (), given)
+    skips = ((type(module).__name__, attention_skip(module)) for module in model.modules())
+    skipped = next((f"{name} {why}, and " for name, why in skips if why), "")
+    raise KernelError(
+        f"{type(model).__name__} cannot keep packed documents (position_ids that restart) apart",
+        found=f"{skipped}Transformers' {implementation} ignores position_ids that restart",
+        hint=("" if skipped else "bind a kernel of attention, e.g. attn_implementation: sdpa, or ") + _PADDED,
+    )
 
 
 def _counts_positions(part: Any, decoder: Any) -> bool:
@@ -138,5 +184,10 @@ def _add_text_axis(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _add_boundaries(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`add_documents`, except in a compiled model."""
-    return None if torch.compiler.is_compiling() else add_documents(model, args, kwargs)
+    """`add_documents`, except in a compiled model, which asserts that there are no boundaries to add."""
+    if not torch.compiler.is_compiling():
+        return add_documents(model, args, kwargs)
+    positions = positions_of_documents(given_arguments(model, args, kwargs))
+    if positions is not None and kwargs.get("cu_seq_lens_q") is None:
+        assert_no_restart(model, positions, "masks are made without them: pass cu_seq_lens_q")
+    return None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from opslot._base.boundaries import BOUNDARIES, offsets_of
 from opslot._base.host_values import host_values
@@ -78,12 +79,17 @@ def one_row(x: Tensor) -> Tensor:
     return x.reshape(1, -1, *x.shape[2:])
 
 
-def models_around(model: nn.Module, inside: Iterable[str]) -> list[nn.Module]:
-    """The innermost models around the modules of some names; not those in which tokens are also mixed elsewhere."""
+def innermost_models(model: nn.Module, inside: Iterable[str]) -> list[nn.Module]:
+    """The innermost models around the modules of some names."""
     models = [path for path, module in model.named_modules() if hasattr(module, "base_model_prefix")]
     around = ([m for m in models if not m or path.startswith(f"{m}.")] for path in inside)
     innermost = {max(paths, key=len, default="") for paths in around}
-    return [holder for path in sorted(innermost) if keeps_sequences(holder := model.get_submodule(path)) is None]
+    return [model.get_submodule(path) for path in sorted(innermost)]
+
+
+def models_around(model: nn.Module, inside: Iterable[str]) -> list[nn.Module]:
+    """`innermost_models`, except those in which tokens are also mixed elsewhere."""
+    return [holder for holder in innermost_models(model, inside) if keeps_sequences(holder) is None]
 
 
 def cu_seqlens_in(kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -142,10 +148,26 @@ def restart(positions: Tensor) -> bool:
 
     Padding on either side, whose positions are equal, is not a document, nor is one token.
     """
+    return bool(_restart_anywhere(positions))
+
+
+def _restart_anywhere(positions: Tensor) -> Tensor:
     step = positions.diff(dim=1)
     rises = (step == 1).int()
     before, after = rises.cumsum(1) - rises, rises.flip(1).cumsum(1).flip(1) - rises
-    return bool(((step < 0) & (before > 0) & (after > 0)).any())
+    return ((step < 0) & (before > 0) & (after > 0)).any()
+
+
+def assert_no_restart(model: Any, positions: Tensor, reason: str) -> None:
+    """Let the graph of a compiled model raise a RuntimeError if positions [B, S] `restart` where it runs.
+
+    Reading them would split the graph. On a GPU the assertion is asynchronous.
+    """
+    _assert_in_graph(model, _restart_anywhere(positions), f"position_ids restart, and {reason}")
+
+
+def _assert_in_graph(model: Any, is_wrong: Tensor, reason: str) -> None:
+    torch._assert_async(~is_wrong, f"{type(model).__name__} cannot keep packed documents apart: {reason}")
 
 
 def may_pack(positions: Tensor) -> bool:
@@ -164,6 +186,22 @@ def has_position_axes(model: Any) -> bool:
 def masks_drop_positions(model: Any) -> bool:
     """Whether a decoder with several axes of positions makes its masks without any of them."""
     return has_position_axes(model) and not any(takes_text_axis(type(module)) for module in model.modules())
+
+
+def assert_separated(model: Any, positions: Tensor | None, cu_seqlens: Tensor, length: int) -> None:
+    """`continued_at` for the graph of a compiled model, as `assert_no_restart`.
+
+    Args:
+        positions: [B, S]; None where no document may start inside a row of `length`.
+    """
+    reason = "position_ids do not restart where documents of cu_seq_lens_q start"
+    if positions is None:
+        _assert_in_graph(model, ((cu_seqlens > 0) & (cu_seqlens < length)).any(), reason)
+        return
+    continues = F.pad(positions.diff(dim=1) == 1, (1, 0)).flatten()
+    # Boundaries from the last token on start no document.
+    at = cu_seqlens.to(positions.device, torch.long).clamp(max=len(continues))
+    _assert_in_graph(model, F.pad(continues, (0, 1))[at].any(), reason)
 
 
 def continued_at(positions: Tensor, cu_seqlens: Tensor) -> int | None:

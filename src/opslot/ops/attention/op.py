@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.documents import (
+    assert_no_restart,
+    assert_separated,
     continued_at,
     given_arguments,
     has_cache,
@@ -132,7 +134,7 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
     given = given_arguments(model, args, kwargs)
     packed_by = "cu_seq_lens_q"
     if kwargs.get("cu_seq_lens_q") is None:
-        if not masks_ignore_positions(model) or not _restart(given):
+        if not (reason := masks_ignore_positions(model)) or not _restart(model, given, reason):
             return
         packed_by = "position_ids that restart"
     if "flash" in implementation:
@@ -148,7 +150,7 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
         elif has_cache(given) or given.get("use_cache"):
             found, first = f"{found}, and position_ids where it fills a cache", "leave out use_cache, or "
         else:
-            token = _not_separated(given)
+            token = _not_separated(model, given)
             if token is None:
                 return
             found = f"{found}, and position_ids do not restart at token {token}, where a document starts"
@@ -164,19 +166,25 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
     )
 
 
-def _restart(given: Mapping[str, Any]) -> bool:
-    """Whether positions start again within a row without a mask; a compiled model cannot read them."""
+def _restart(model: Any, given: Mapping[str, Any], reason: str) -> bool:
+    """Whether positions start again within a row without a mask; a compiled model asserts that they do not."""
     positions = positions_of_documents(given)
-    return positions is not None and not torch.compiler.is_compiling() and restart(positions)
+    if positions is None:
+        return False
+    if torch.compiler.is_compiling():
+        assert_no_restart(model, positions, reason)
+        return False
+    return restart(positions)
 
 
-def _not_separated(given: Mapping[str, Any]) -> int | None:
+def _not_separated(model: Any, given: Mapping[str, Any]) -> int | None:
     """The first token of `cu_seq_lens_q` at which positions do not separate documents; None where all do.
 
-    A compiled model cannot read them.
+    A compiled model asserts that.
     """
     positions, cu_seqlens = positions_of_documents(given), given["cu_seq_lens_q"]
     if torch.compiler.is_compiling():
+        assert_separated(model, positions, cu_seqlens, given["position_ids"].shape[-1])
         return None
     if positions is not None:
         return continued_at(positions, cu_seqlens)
