@@ -68,6 +68,17 @@ def test_models_train_like_the_original(arch):
     assert all(torch.equal(restored[name], wanted) for name, wanted in expected.items())
 
 
+def test_activations_that_all_models_share_keep_their_class():
+    """OpenAI GPT's models hold one instance of Transformers' module `activations`."""
+    config = tiny_config("openai-gpt")
+    first, second = (class_of(config)._from_config(config) for _ in range(2))
+    assert first.transformer.h[0].mlp.act is second.transformer.h[1].mlp.act
+    opslot.apply(first, {"mlp_activation_implementation": "torch_fused"})
+    assert type(second.transformer.h[0].mlp.act).__module__ == "transformers.activations"
+    assert "torch_fused" in str(opslot.explain(first))
+    assert first.transformer.h[0].mlp.act is first.transformer.h[1].mlp.act
+
+
 def test_towers_have_the_kernel():
     """Qwen2-VL's tower has quick_gelu, the decoder's SiLU belongs to a gated MLP."""
     config = tiny_config("qwen2_vl")

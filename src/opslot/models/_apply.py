@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ def apply(
     """
     require_module(model, "opslot.apply")
     config = OpsImplementationConfig.make(ops)
+    _own_activations(model)
     moves = _plan_moves(model)
     already = has_generated_classes(model)
     if not _may_bind(moves) and not already:
@@ -89,6 +91,19 @@ def apply(
     give_documents(model)
     separate_documents(model)
     return report
+
+
+def _own_activations(model: Any) -> None:
+    """Give the model copies of the activations that all models of the process share: OpenAI GPT's."""
+    from transformers import activations
+
+    shared = {id(value) for value in vars(activations).values()}
+    copies: dict[int, Any] = {}
+    for parent in model.modules():
+        for name, child in [*parent._modules.items()]:
+            if child is not None and id(child) in shared:
+                copies.setdefault(id(child), copy.deepcopy(child))
+                setattr(parent, name, copies[id(child)])
 
 
 def _skips(model: Any) -> list[str]:
