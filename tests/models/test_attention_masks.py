@@ -323,3 +323,26 @@ def test_fake_tensors():
         for given in ({"attention_mask": torch.ones_like(ids)}, {"position_ids": ids, "use_cache": False}, {}):
             model(ids, labels=ids, **given).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per layer", "shared"])
+def test_bias_that_a_layer_adds_to_its_mask_stays(shared):
+    config = transformers.BeitConfig(
+        **{name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
+        use_relative_position_bias=not shared,
+        use_shared_relative_position_bias=shared,
+    )
+    torch.manual_seed(0)
+    model = transformers.BeitModel(config).eval()
+    tables = [p for name, p in model.named_parameters() if name.endswith("relative_position_bias_table")]
+    assert len(tables) == (1 if shared else config.num_hidden_layers)
+    with torch.no_grad():
+        for table in tables:
+            table.normal_()
+    images = torch.randn(2, 3, 16, 16)
+    expected = model(images).last_hidden_state
+    opslot.apply(model)
+    torch.testing.assert_close(model(images).last_hidden_state, expected)

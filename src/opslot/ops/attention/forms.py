@@ -274,6 +274,9 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     reader = _reads_masks_too(module)
     if reader:
         return f"gets masks that {reader} reads too"
+    adder = _adds_to_masks(module)
+    if adder:
+        return f"gets masks that {adder} adds to"
     maker = next((name for name in module.classes if "ALL_MASK_ATTENTION_FUNCTIONS" in module.text(name)), None)
     if maker is not None:
         # Without a mask its layers with a window attend to all keys, as Transformers' sdpa does (DiffusionGemma).
@@ -308,6 +311,19 @@ def _reads_masks_too(module: ModuleView) -> str:
         text = module.text(forward)
         if "attention_interface" not in text and re.search(r"torch\.all\(~\(?attention_mask\b", text):
             return name
+    return ""
+
+
+def _adds_to_masks(module: ModuleView) -> str:
+    """A class beside attention that adds to the masks it passes on, such as Beit's position bias, or ""."""
+    for name, forward in module.methods():
+        if "attention_interface" in module.text(forward):
+            continue
+        for node in find_nodes(ast.Assign, module.upstream.find(forward)):
+            masks = {text for target in node.targets if (text := ast.unparse(target)).endswith("mask")}
+            sums = [part for part in find_nodes(ast.BinOp, node.value) if isinstance(part.op, ast.Add)]
+            if any(masks & {ast.unparse(part.left), ast.unparse(part.right)} for part in sums):
+                return name
     return ""
 
 
