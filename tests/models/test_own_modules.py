@@ -89,6 +89,19 @@ def test_methods_of_a_class_hierarchy(module):
     assert all(torch.equal(m(x[0], x[1], cos, sin), w) for m, w in zip(models, wanted, strict=True))
 
 
+@pytest.mark.parametrize("base", ["nn.Module", "Module"])
+def test_class_with_the_name_of_its_base(module, base):
+    body = ROTATES.replace("class Rotates(nn.Module)", f"class Module({base})").replace("(Rotates)", "(Module)")
+    made = module(f"from torch.nn import Module\n{ROTARY}\nSCALE = 0.5\n{body}", "made_alike", "made_alike/__init__.py")
+    x = torch.randn(4, 1, 2, 3, 8)
+    cos, sin = torch.randn(2, 1, 3, 8)
+    model = made.RotatesTwice()
+    expected = model(x[0], x[1], cos, sin)
+    opslot.apply(model)
+    assert [row.op for row in opslot.explain(model)] == ["rotary_pos_emb"]
+    torch.testing.assert_close(model(x[0], x[1], cos, sin), expected)
+
+
 def test_statements_run_once(module):
     counter = "\nimport made_counter\n\nmade_counter.runs += 1\nTABLE = made_counter.fill()\n"
     module("runs = 0\n\ndef fill():\n    global runs\n    runs += 1\n    return {}\n", "made_counter")

@@ -97,10 +97,16 @@ class ModuleView:
 
     def is_model(self, name: str) -> bool:
         """Whether a class is Transformers' PreTrainedModel, by its name, or derives from it."""
-        bases = self.classes[name].bases if name in self.classes else []
-        return name.endswith("PreTrainedModel") or any(
-            self.is_model(ast.unparse(base).rpartition(".")[2]) for base in bases
-        )
+        # A class may have the name of its base in another module, as in `class LayerNorm(nn.LayerNorm)`.
+        waiting, seen = [name], set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name.endswith("PreTrainedModel"):
+                return True
+            if name in self.classes and name not in seen:
+                waiting += [ast.unparse(base).rpartition(".")[2] for base in self.classes[name].bases]
+            seen.add(name)
+        return False
 
     @cached_property
     def tables(self) -> dict[str, set[str]]:
@@ -126,7 +132,9 @@ class ModuleView:
     def bases(self, name: str) -> list[str]:
         """Names of a class's direct bases; empty for a class of another module."""
         node = self.classes.get(name)
-        return [base.id for base in node.bases if isinstance(base, ast.Name)] if node else []
+        names = [base.id for base in node.bases if isinstance(base, ast.Name)] if node else []
+        # A class of its own name is that of another module, which it hides.
+        return [base for base in names if base != name]
 
     def text(self, symbol: str) -> str:
         """A symbol's source text; "" where there is none."""
