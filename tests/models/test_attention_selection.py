@@ -1,5 +1,6 @@
 """Attention without a slot: explain names what runs, `eager` is applied, and the user's selection is kept."""
 
+import copy
 import sys
 
 import pytest
@@ -81,6 +82,26 @@ def test_auto_replaces_default_attention(default):
     assert attention(opslot.apply(model)) == [("sdpa", "")]
     opslot.restore(model)
     assert model.config._attn_implementation == default
+
+
+@pytest.mark.parametrize("is_applied_first", [False, True])
+def test_copied_layer_runs_the_attention_of_its_model(is_applied_first):
+    model = transformers.Qwen3ForCausalLM(config_of()).eval()
+    if is_applied_first:
+        opslot.apply(model)
+    # Its config is a copy of the model's.
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    model.config.num_hidden_layers = 3
+    model.config.layer_types = ["full_attention"] * 3
+    ids = torch.arange(1, 13).view(2, 6)
+    inputs = {"input_ids": ids, "attention_mask": (ids != 12).long(), "use_cache": False}
+    opslot.restore(model)
+    expected = model(**inputs).logits
+    opslot.apply(model)
+    assert len({module.self_attn.config._attn_implementation for module in model.model.layers}) == 1
+    torch.testing.assert_close(model(**inputs).logits[:, :5], expected[:, :5])
+    opslot.restore(model)
+    assert {module.self_attn.config._attn_implementation for module in model.model.layers} == {"sdpa"}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "bert"])

@@ -280,17 +280,40 @@ def dense(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: An
 
 def _set(model: Any, name: str | None) -> _Attached:
     previous = model.config._attn_implementation
-    # The property would set it on the configs of sub-models too.
-    model.config._attn_implementation_internal = name
+    for config in _configs_of(model):
+        # The property would set it on the configs of sub-models too.
+        config._attn_implementation_internal = name
     return _Attached(previous, name)
+
+
+def _configs_of(model: Any) -> list[Any]:
+    """The config of a model, and those that copies of its layers got with them (`copy.deepcopy(layers[3])`).
+
+    The copies get the model's masks. Other modules may have a config of the same class and attention of their own.
+    """
+    known = {type(module) for module in _modules_of(model)}
+    copied: dict[int, list[Any]] = {}
+    modules = [*model.children()]
+    while modules:
+        module = modules.pop()
+        config = module.__dict__.get("config")
+        if type(config) is type(model.config) and config is not model.config:
+            if hasattr(type(module), "_can_set_attn_implementation"):
+                # A model inside, which makes masks with its own config.
+                continue
+            copied.setdefault(id(config), []).append(module)
+        modules.extend(module.children())
+    holders = (found for found in copied.values() if known.issuperset(map(type, found)))
+    return [model.config, *(found[0].config for found in holders)]
 
 
 def _detach(model: Any, state: _Attached) -> None:
     """Undo `_attach`, unless another implementation was set on the model since."""
     if state.hook is not None:
         state.hook.remove()
-    if model.config._attn_implementation == state.set_to:
-        model.config._attn_implementation_internal = state.previous
+    for config in _configs_of(model):
+        if config._attn_implementation == state.set_to:
+            config._attn_implementation_internal = state.previous
 
 
 def _runs(model: Any) -> str | None:
