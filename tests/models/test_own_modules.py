@@ -102,6 +102,32 @@ def test_class_with_the_name_of_its_base(module, base):
     torch.testing.assert_close(model(x[0], x[1], cos, sin), expected)
 
 
+def test_functions_of_other_packages_are_no_replaced_ones(module, caplog):
+    body = """
+
+class Rotates(nn.Module):
+    def forward(self, q, k, cos, sin):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q + k if self.name() == parse("1") else self.named(k)
+
+    @staticmethod
+    def name():
+        return parse("1")
+
+    @classmethod
+    def named(cls, k):
+        return parse(k)
+"""
+    made = module(f"from packaging.version import parse\n{ROTARY}{body}", "made_parsing")
+    model = made.Rotates()
+    opslot.apply(model)
+    opslot.apply(model)
+    assert caplog.records == []
+    assert "replaced" not in str(opslot.explain(model))
+    made.apply_rotary_pos_emb = lambda q, k, cos, sin: (q, k)
+    assert "Rotates.forward, or a function that it calls, was replaced" in str(opslot.explain(model))
+
+
 def test_statements_run_once(module):
     counter = "\nimport made_counter\n\nmade_counter.runs += 1\nTABLE = made_counter.fill()\n"
     module("runs = 0\n\ndef fill():\n    global runs\n    runs += 1\n    return {}\n", "made_counter")

@@ -5,10 +5,12 @@ Liger-Kernel's `apply_liger_kernel_to_...` functions do that before a model is m
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -38,7 +40,7 @@ def replaced_methods(cls: Any, generated: type) -> dict[str, Any]:
         found |= {
             name: value
             for name, value in own.items()
-            if getattr(generated, name, None) is not value and _is_replaced(base, name, value, functions)
+            if inspect.getattr_static(generated, name, None) is not value and _is_replaced(base, name, value, functions)
         }
         seen |= own.keys()
     return found
@@ -122,7 +124,7 @@ def _replaced_functions(module: ModuleType, generated: ModuleType) -> set[str]:
     found, calls = set[str](), dict[str, set[str]]()
     for name, value in vars(module).items():
         known: Any = vars(generated).get(name)
-        if not isinstance(value, FunctionType) or value is known:
+        if not isinstance(value, FunctionType) or value is known or (known is None and not _defines(module, name)):
             continue
         code = _code_in(value, module, name)
         defined = isinstance(known, FunctionType) and known.__module__ == generated.__name__
@@ -137,6 +139,19 @@ def _replaced_functions(module: ModuleType, generated: ModuleType) -> set[str]:
         before = len(found)
         found |= {name for name, called in calls.items() if called & found}
     return found
+
+
+def _defines(module: ModuleType, name: str) -> bool:
+    """Whether the text of a module defines a function, which it otherwise imports from another package."""
+    try:
+        return name in _functions_in(inspect.getsource(module))
+    except (OSError, SyntaxError):
+        return True
+
+
+@lru_cache(maxsize=16)
+def _functions_in(text: str) -> frozenset[str]:
+    return frozenset(node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
 
 
 def _owner(function: FunctionType) -> str:
