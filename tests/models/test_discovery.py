@@ -460,6 +460,23 @@ def test_model_without_slots_raises():
         opslot.build_foundation_model(config, ops_implementation={"attn_implementation": "sdpa"})
 
 
+def test_model_without_slots_gets_the_kernels_of_any_torch_module():
+    config = AutoConfig.for_model("xlm", emb_dim=32, n_layers=1, n_heads=2, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(4, 16).view(2, 6)
+    expected = model(ids).logits
+    assert {row.chosen for row in opslot.apply(model, {"linear_implementation": "fp8"}) if row.op == "linear"} == {
+        "fp8"
+    }
+    assert not torch.equal(model(ids).logits, expected)
+    # A model that has kernels can be applied to again.
+    assert {row.chosen for row in opslot.apply(model, "eager") if row.slot} == {"eager"}
+    assert torch.equal(model(ids).logits, expected)
+    named = {"linear_implementation": "fp8", "attn_implementation": "sdpa"}
+    with pytest.raises(ConfigError, match="attention of MultiHeadAttention has no slot: it computes attention itself"):
+        opslot.apply(model, named)
+
+
 @pytest.mark.parametrize(
     "arch",
     ["axk2", "codegen", "diffusion_gemma", "doge", "hy_v4", "lasr", "lightglue", "mlcd", "modernbert", "pegasus_x"],

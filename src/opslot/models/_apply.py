@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, list_problems
 from opslot._base.logging import get_logger
 from opslot.models._own_classes import binds, class_made_from, overridden, own_slots, with_slots
 from opslot.models._registry import architecture_of
 from opslot.patchgen.source import architecture_in
-from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
-from opslot.slots.bind import require_module
+from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
+from opslot.slots.bind import binding_of, require_module
+from opslot.slots.binding import resolve
 from opslot.slots.protocol import (
     ADOPT,
     Skipped,
@@ -61,6 +63,8 @@ def apply(
     moves = _plan_moves(model)
     already = has_generated_classes(model)
     if not _may_bind(moves) and not already:
+        if binding_of(model) is not None or _selects_any(model, config, device, dtype):
+            return bind_everywhere(model, config, device=device, dtype=dtype)
         raise ConfigError(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
             found="; ".join(["no module in whose code slots were found", *_skips(model)]),
@@ -106,22 +110,54 @@ def _own_activations(model: Any) -> None:
                 setattr(parent, name, copies[id(child)])
 
 
+def bind_everywhere(
+    model: Any, ops: OpsImplementationConfig, *, device: torch.device | str | None, dtype: torch.dtype | None
+) -> BindingReport:
+    """Bind the kernels that torch's own modules take, in a model in whose code no slots were found (DeBERTa-v2).
+
+    Raises:
+        ConfigError: a kernel is named for code that keeps Transformers' implementation.
+    """
+    problems = [
+        f"{part.op} of {part.symbol} has no slot: it {part.reason}"
+        for part in _without_slots(model)
+        if ops.names_kernel(KERNEL_REGISTRY.op(part.op.partition("/")[0]))
+    ]
+    if problems:
+        raise ConfigError(list_problems("kernels cannot be bound", problems), hint="use eager or auto for these ops")
+    return bind(model, ops, device=device, dtype=dtype)
+
+
+def _selects_any(
+    model: Any, ops: OpsImplementationConfig, device: torch.device | str | None, dtype: torch.dtype | None
+) -> bool:
+    """Whether any module of a model without slots gets a kernel, such as a layer norm."""
+    return any(
+        KERNEL_REGISTRY.op(slot.resolution.op_name).per_module and slot.resolution.chosen != "eager"
+        for slot in resolve(model, ops, device=device, dtype=dtype).slots
+    )
+
+
 def _skips(model: Any) -> list[str]:
     """What keeps its implementation in the modules of a model without slots, and why."""
+    found = [f"{part.op} of {part.symbol}: it {part.reason}" for part in _without_slots(model)]
+    return list(dict.fromkeys([*found, *(problem for cls in _classes(model) if (problem := own_slots(cls).problem))]))
+
+
+def _without_slots(model: Any) -> Iterator[Skipped]:
+    """The parts of a model without slots that keep their implementation."""
     from opslot.models.discovery.engine import discover
 
-    found: dict[str, None] = {}
     for cls in _classes(model):
         arch = architecture_in(cls.__module__)
         own = with_slots(cls)
         skips = discover(arch).skips if arch is not None else ()
         parts = [Skipped(skip.op, skip.symbol, skip.reason) for skip in skips]
-        for part in parts if own is None else skipped_parts(own):
-            if part.symbol.partition(".")[0] == cls.__name__:
-                found[f"{part.op} of {part.symbol}: it {part.reason}"] = None
-        if problem := own_slots(cls).problem:
-            found[problem] = None
-    return list(found)
+        yield from (
+            part
+            for part in (parts if own is None else skipped_parts(own))
+            if part.symbol.partition(".")[0] == cls.__name__
+        )
 
 
 def _classes(model: Any) -> dict[Any, None]:

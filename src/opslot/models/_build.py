@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.device import usable_device
 from opslot._base.dtypes import floating_dtype
-from opslot._base.errors import ConfigError, list_problems, missing_package
+from opslot._base.errors import ConfigError, missing_package
 from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
-from opslot.models._apply import apply, has_slots
+from opslot.models._apply import apply, bind_everywhere, has_slots
 from opslot.models._config_values import check_values, padding_problem
 from opslot.models._registry import (
     ARCHITECTURES,
@@ -25,9 +25,7 @@ from opslot.models._registry import (
     converters_of,
     serve_model_type,
 )
-from opslot.models.discovery import discover
-from opslot.patchgen.source import architecture_in
-from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, bind
+from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig
 from opslot.slots.protocol import sub_model
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def build_foundation_model(
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
         device = run_device or (None if init_device == "meta" else init_device)
-        put = _bind_everywhere if not has_slots(model) and _has_kernels_per_module(model) else apply
+        put = bind_everywhere if not has_slots(model) and _has_kernels_per_module(model) else apply
         put(model, ops, device=device, dtype=computed)
     if weights_path is not None:
         load_foundation_weights(model, weights_path)
@@ -281,26 +279,6 @@ def _has_kernels_per_module(model: Any) -> bool:
         for module in model.modules()
         if (variant := op.applies_to(module, model.config)) is not None
     )
-
-
-def _bind_everywhere(
-    model: Any, ops: OpsImplementationConfig, *, device: str | None, dtype: torch.dtype | None
-) -> None:
-    """Bind the kernels that torch's own modules take, in a model in whose code no slots were found (DeBERTa-v2).
-
-    Raises:
-        ConfigError: a kernel is named for code that keeps Transformers' implementation.
-    """
-    name = architecture_in(type(model).__module__)
-    classes = {type(module).__name__ for module in model.modules()}
-    problems = [
-        f"{skip.op} of {skip.symbol} has no slot: it {skip.reason}"
-        for skip in (discover(name).skips if name is not None else ())
-        if skip.symbol.partition(".")[0] in classes and ops.names_kernel(KERNEL_REGISTRY.op(skip.op))
-    ]
-    if problems:
-        raise ConfigError(list_problems("kernels cannot be bound", problems), hint="use eager or auto for these ops")
-    bind(model, ops, device=device, dtype=dtype)
 
 
 def registered_class(config: PreTrainedConfig, name: str | None) -> Any:
