@@ -346,3 +346,31 @@ def test_bias_that_a_layer_adds_to_its_mask_stays(shared):
     expected = model(images).last_hidden_state
     opslot.apply(model)
     torch.testing.assert_close(model(images).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("takes_masks", [False, True])
+def test_windows_to_both_sides_equal_transformers(takes_masks, monkeypatch):
+    """Layers with a window get a dense mask; the others have none (ModernBERT)."""
+    seen = []
+
+    def kernel(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+        seen.append(attention_mask)
+        return op.reference(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+    kernel.mask_function = masking_utils.sdpa_mask if takes_masks else masking_utils.flash_attention_mask
+    monkeypatch.setattr(KERNEL_REGISTRY, "_specs", dict(KERNEL_REGISTRY._specs))
+    KERNEL_REGISTRY.register(KernelSpec("seeing", "attention", "bidirectional", lambda: kernel, priority=99))
+    sizes = {name: value for name, value in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+    config = transformers.ModernBertConfig(**sizes, local_attention=6, global_attn_every_n_layers=2)
+    torch.manual_seed(0)
+    expected = transformers.ModernBertModel(config).eval()
+    model = copy.deepcopy(expected)
+    assert opslot.apply(model).chosen("attention") == ("seeing",)
+    right = torch.ones_like(IDS)
+    right[0, 11:] = 0
+    with torch.no_grad():
+        for padding in (None, right, right.flip(1)):
+            found = model(IDS, attention_mask=padding).last_hidden_state
+            close(found, expected(IDS, attention_mask=padding).last_hidden_state, padding)
+    assert len(seen) == (6 if takes_masks else 3)
+    assert [mask is None for mask in seen[:2]] == ([True, False] if takes_masks else [True, True])

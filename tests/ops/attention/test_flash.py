@@ -196,6 +196,18 @@ def test_flash_unsupported_options_raise(flash, version, options, message):
         flash[1](version)(Attention(), *tensors(dtype=torch.bfloat16), None, **options)
 
 
+def test_flash_passes_deterministic_on(flash):
+    library, make_flash = flash
+    given = tensors(dtype=torch.bfloat16)
+    for version in (2, 3):
+        make_flash(version)(Attention(), *given, None, scaling=0.25, deterministic=True)
+        make_flash(version)(Attention(), *given, None, scaling=0.25, deterministic=False)
+    assert [call.get("deterministic", False) for call in library.calls] == [True, False] * 2
+    make_flash(4)(Attention(), *given, None, scaling=0.25, deterministic=False)
+    with pytest.raises(KernelError, match="'flash_attention_4' has no option deterministic"):
+        make_flash(4)(Attention(), *given, None, scaling=0.25, deterministic=True)
+
+
 def test_flash_fp32_raises(flash):
     with pytest.raises(KernelError, match=r"requires float16 or bfloat16\n  found: query is torch.float32"):
         flash[1](4)(Attention(), *tensors(), None)

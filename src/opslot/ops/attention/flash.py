@@ -88,6 +88,13 @@ def _options(version: int, call: AttentionCall) -> dict[str, Any]:
         options["softcap"] = kwargs["softcap"]
     if kwargs.get("s_aux") is not None:
         options["return_lse"] = True
+    if kwargs.get("deterministic"):
+        if version == 4:
+            raise KernelError(
+                "attn_implementation='flash_attention_4' has no option deterministic",
+                hint="use triton, whose gradients are deterministic, or flash_attention_2 or 3",
+            )
+        options["deterministic"] = True
     if dropout:
         if version != 2:
             raise KernelError(

@@ -71,6 +71,8 @@ _ARGUMENTS = {
     "softcap",
     "s_aux",
     "is_causal",
+    # Of FlashAttention's backward; other kernels ignore it, as Transformers' do.
+    "deterministic",
     "position_ids",
     "output_attentions",
     "cu_seq_lens_q",
