@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib.util
 import itertools
+import multiprocessing
 import os
 import random
 import re
@@ -46,7 +47,8 @@ class Ranks:
         with Listener(("127.0.0.1", 0)) as listener:
             listener._listener._socket.settimeout(_START_TIMEOUT)
             address = f"127.0.0.1:{listener.address[1]}"
-            key = os.urandom(16)
+            # Tensors in messages are sent with this key.
+            key = multiprocessing.current_process().authkey
             listener._authkey = key
             self._processes += [_start(self._forks, address, key.hex(), str(rank)) for rank in ranks]
             connections = [listener.accept() for _ in ranks]
@@ -162,5 +164,7 @@ def _serve(connection: Connection, rank: int) -> None:
 
 if __name__ == "__main__":
     host, port = sys.argv[1].split(":")
+    key = bytes.fromhex(sys.argv[2])
+    multiprocessing.current_process().authkey = key
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        _serve(Client((host, int(port)), authkey=bytes.fromhex(sys.argv[2])), int(sys.argv[3]))
+        _serve(Client((host, int(port)), authkey=key), int(sys.argv[3]))

@@ -1,0 +1,21 @@
+"""The processes that run functions of the tests as ranks."""
+
+import multiprocessing
+import os
+
+import torch
+
+
+def doubled(tensor):
+    return 2 * tensor
+
+
+def test_ranks_take_and_return_tensors(ranks, forks, monkeypatch):
+    # Workers of pytest-xdist and ranks are forks of one process, so only there do they have one key without being told.
+    monkeypatch.setattr(multiprocessing.current_process(), "authkey", os.urandom(32))
+    others = type(ranks)(forks)
+    try:
+        found = others.run(doubled, torch.arange(3), world=1)
+    finally:
+        others.close()
+    assert found[0].tolist() == [0, 2, 4]
