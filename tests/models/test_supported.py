@@ -269,6 +269,18 @@ def test_lost_slot_is_one_warning(monkeypatch, tmp_path, caplog):
     assert [record.message for record in caplog.records] == [text]
 
 
+def test_other_variant_is_no_lost_slot(monkeypatch):
+    """As in releases between two locked ones: the MLP of DeepSeek-V4 is clamped from 5.10 on."""
+    release = installed_release()
+    lock = Lock.load(lock_path())
+    clamped, standard = (f"DeepseekV4MLP.forward swiglu_mlp/{variant}" for variant in ("clamped", "standard"))
+    slots = lock.slots["deepseek_v4"][release.version]
+    assert clamped in slots
+    lock.slots["deepseek_v4"] = {release.version: tuple(standard if slot == clamped else slot for slot in slots)}
+    monkeypatch.setattr(supported, "_lock", lambda: lock)
+    assert lost_slots("deepseek_v4", finder.find_patch("deepseek_v4", release), release) == ""
+
+
 def test_no_warning_without_a_lost_slot():
     patch = PatchConfig("transformers.models.gpt2.modeling_gpt2")
     assert lost_slots("gpt2", patch, installed_release()) == ""

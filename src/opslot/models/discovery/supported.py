@@ -37,12 +37,21 @@ def _lock() -> Lock:
     return Lock.load(lock_path())
 
 
+def _of_op(slot: str) -> str:
+    """Where a slot is, and its op without the variant."""
+    return slot.rpartition("/")[0]
+
+
 def lost_slots(arch: str, patch: PatchConfig, release: Release) -> str:
-    """A warning that names the expected slots that an architecture lacks in a release; "" if it has them all."""
+    """A warning that names the expected slots that an architecture lacks in a release; "" if it has them all.
+
+    Where a slot of the op has another variant, none is lost: releases change what a part computes.
+    """
     if arch not in supported_architectures():
         return ""
     lock = _lock()
-    lost = [slot for slot in lock.expected_slots(arch, release.version) if slot not in patch.slots]
+    found = {_of_op(slot) for slot in patch.slots}
+    lost = [slot for slot in lock.expected_slots(arch, release.version) if _of_op(slot) not in found]
     if not lost:
         return ""
     return (
