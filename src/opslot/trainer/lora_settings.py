@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 
-from opslot._base.device import has_package
+from packaging.version import Version
+
+from opslot._base.device import has_package, package_version
 from opslot._base.launcher import launched_world_size
 from opslot.checkpoint.adapters import FROM_WEIGHTS
 from opslot.trainer.config import LoraConfig, RunConfig
@@ -13,6 +15,9 @@ from opslot.trainer.parallel_settings import is_sharded
 
 # A larger rank is taken for a mistake.
 _LARGEST_RANK = 2**16
+# As in pyproject.toml. Earlier ones cannot be imported beside Transformers 5, have no conversion of target modules, or
+# read no adapters with Transformers 5.9.
+_OLDEST_PEFT = "0.20"
 
 
 def check_lora(config: RunConfig, problems: list[str]) -> None:
@@ -60,8 +65,16 @@ def check_lora(config: RunConfig, problems: list[str]) -> None:
             problems.append(f"lora.quantization: {problem}")
         if lora.merge:
             problems.append("lora.merge needs unquantized weights; remove it, and run opslot merge after the training")
+    problems += _peft_problems()
+
+
+def _peft_problems() -> list[str]:
     if not has_package("peft"):
-        problems.append("lora needs the peft package; pip install peft")
+        return ["lora needs the peft package; pip install peft"]
+    version = package_version("peft")
+    if version is not None and Version(version) < Version(_OLDEST_PEFT):
+        return [f"lora needs peft {_OLDEST_PEFT} or later, and {version} is installed; pip install --upgrade peft"]
+    return []
 
 
 def _unsupported_adapters(lora: LoraConfig, sharded: bool) -> list[str]:

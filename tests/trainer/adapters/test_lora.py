@@ -2,6 +2,8 @@
 
 import copy
 import json
+import tomllib
+from pathlib import Path
 
 import peft
 import pytest
@@ -17,6 +19,7 @@ from opslot.cli import main
 from opslot.distributed import destroy_parallel_state
 from opslot.trainer.config import LoraConfig
 from opslot.trainer.lora import add_adapters
+from opslot.trainer.lora_settings import _OLDEST_PEFT
 from opslot.verify.tiny import tiny_config
 from tests.trainer.adapters.runs import SIZES, peft_losses, recorded_steps
 from tests.trainer.runs import losses, run_config
@@ -246,6 +249,21 @@ def test_unmatched_targets_are_one_error(write, capsys):
 def test_invalid_settings_raise(write, capsys, change, message):
     assert run_config(write("bad", change)) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("version", "code"), [("0.19.1", 2), ("0.20.0", 0)])
+def test_old_peft_is_a_problem(write, capsys, monkeypatch, version, code):
+    monkeypatch.setattr("opslot.trainer.lora_settings.package_version", {"peft": version}.get)
+    assert run_config(write("run", {})) == code
+    problem = "lora needs peft 0.20 or later, and 0.19.1 is installed; pip install --upgrade peft"
+    assert (problem in capsys.readouterr().err) == (code == 2)
+
+
+def test_oldest_peft_is_that_of_the_package_requirements():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert extras["lora"] == [f"peft>={_OLDEST_PEFT}"]
+    assert set(extras["lora"]) < set(extras["examples"])
 
 
 def test_all_linear_leaves_head_and_experts(trainer):
