@@ -148,6 +148,16 @@ def test_time_of_a_tower_is_that_of_its_forward_and_backward_pass(monkeypatch):
     assert absent.median(1) is None
 
 
+def test_a_model_that_is_compiled_whole_has_no_time_of_a_tower():
+    model = nn.Sequential()
+    model.add_module("visual", nn.Linear(3, 3))
+    times = step_process.TowerTimes(model, ("visual",), torch.device("cpu"))
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        compiled(torch.ones(2, 3)).sum().backward()
+    assert times.median(1) is None
+
+
 def test_implementation_that_fails_has_a_row_and_others_run(moe_config_folder, monkeypatch, forked):
     model = json.loads((moe_config_folder / "config.json").read_text())
     broken = {**model, "hidden_size": "wide"}

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from multiprocessing import resource_sharer
 
 import torch
 
@@ -13,6 +14,8 @@ def doubled(tensor):
 def test_ranks_take_and_return_tensors(ranks, forks, monkeypatch):
     # Workers of pytest-xdist and ranks are forks of one process, so only there do they have one key without being told.
     monkeypatch.setattr(multiprocessing.current_process(), "authkey", os.urandom(32))
+    # It keeps the key of the first tensor that was sent.
+    monkeypatch.setattr("multiprocessing.resource_sharer._resource_sharer", resource_sharer._ResourceSharer())
     others = type(ranks)(forks)
     try:
         found = others.run(doubled, torch.arange(3), world=1)

@@ -183,6 +183,8 @@ class TowerTimes:
         next(tower.parameters()).register_post_accumulate_grad_hook(lambda _: self._mark(3))
 
     def _mark(self, which: int) -> None:
+        if torch.compiler.is_compiling():
+            return
         event = torch.cuda.Event(enable_timing=True) if self._on_cuda else _CpuMark()
         event.record()
         self._marks[which].append(event)
@@ -195,7 +197,9 @@ class TowerTimes:
         features.register_hook(lambda grad: self._mark(2))
 
     def median(self, steps: int) -> float | None:
-        """Of the last `steps` steps."""
+        """Of the last `steps` steps; None for a model that is compiled whole, whose graph has no marks."""
+        if len({*map(len, self._marks)}) > 1:
+            return None
         times = [a.elapsed_time(b) + c.elapsed_time(d) for a, b, c, d in zip(*self._marks, strict=True)]
         return statistics.median(times[-steps:]) if times else None
 
