@@ -30,6 +30,20 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def dot_of_block(a, b, acc):
+    """`dot`, for one block of a long sum: in float32 the block is summed by itself, and then added to `acc`.
+
+    A single chain of additions over all blocks has several times the rounding error of cuBLAS.
+    """
+    if a.dtype == tl.float32 and not _INTERPRETED:
+        # With `max_num_imprecise_acc`, Triton does not merge the addition into the matmul.
+        acc += tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=a.shape[1])
+    else:
+        acc = dot(a, b, acc)
+    return acc
+
+
+@triton.jit
 def downcast(x, dtype: tl.constexpr):
     """`x`, of float32 or `dtype`, rounded to `dtype`."""
     if _INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:

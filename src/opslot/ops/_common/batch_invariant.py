@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot._base.jit import dot, downcast
+from opslot._base.jit import dot_of_block, downcast
 from opslot._base.kernel_launch import KernelLauncher, cdiv, compute_capability
 
 # By bytes of an element: rows, columns, K per step, warps.
@@ -62,7 +62,7 @@ def _linear_kernel(
         left = inner - start
         a = tl.load(x, mask=(row < rows)[:, None] & (k < left)[None, :], other=0.0)
         b = tl.load(weight, mask=(k < left)[:, None] & (column < columns)[None, :], other=0.0)
-        total = dot(a, b, total)
+        total = dot_of_block(a, b, total)
         x += BK
         if TRANSPOSED:
             weight += tl.cast(BK, tl.int64) * weight_stride

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opslot._base.jit import dot, downcast
+from opslot._base.jit import dot_of_block, downcast
 from opslot.ops._common.triton_activations import activation, activation_and_slope, is_below_limit
 
 
@@ -147,21 +147,21 @@ def gate_up_kernel(
             if SPLIT:
                 b = _load_tile(gate_up, expert, col, k, intermediate, hidden, BN, BK, TMA).T
                 c = _load_tile(up_weight, expert, col, k, intermediate, hidden, BN, BK, TMA).T
-                gate = dot(a, b, gate)
-                up = dot(a, c, up)
+                gate = dot_of_block(a, b, gate)
+                up = dot_of_block(a, c, up)
             elif not GATED:
-                gate = dot(a, _load_tile(gate_up, expert, col, k, intermediate, hidden, BN, BK, TMA).T, gate)
+                gate = dot_of_block(a, _load_tile(gate_up, expert, col, k, intermediate, hidden, BN, BK, TMA).T, gate)
             elif not JOINT:
                 b = _load_tile(gate_up, expert, k, col, hidden, 2 * intermediate, BK, BN, TMA)
                 c = _load_tile(gate_up, expert, k, intermediate + col, hidden, 2 * intermediate, BK, BN, TMA)
-                gate = dot(a, b, gate)
-                up = dot(a, c, up)
+                gate = dot_of_block(a, b, gate)
+                up = dot_of_block(a, c, up)
             else:
                 if BIASED:
                     b = _load_tile(gate_up, expert, k, 2 * col, hidden, 2 * intermediate, BK, 2 * BN, TMA)
                 else:
                     b = _load_pair(gate_up, 2 * expert, col, k, intermediate, hidden, BN, BK, TMA).T
-                acc = dot(a, b, acc)
+                acc = dot_of_block(a, b, acc)
         if BIASED:
             acc += _load_bias(bias, expert, 2 * col, 2 * intermediate, 2 * BN)
             gate, up = tl.split(acc.reshape(BM, BN, 2))
@@ -240,7 +240,7 @@ def rows_kernel(
                 right = _load_tile(source, group, col, k, columns, inner, BN, BK, TMA).T
             else:
                 right = _load_tile(source, group, k, col, inner, columns, BK, BN, TMA)
-            acc = dot(left, right, acc)
+            acc = dot_of_block(left, right, acc)
         if BIASED:
             acc += _load_bias(bias, expert, col, columns, BN)
         _store_tile(out, 0, row, col, acc, rows, columns, BM, BN, TMA)
@@ -405,7 +405,7 @@ def weight_grad_kernel(
             row = start + k
             a = _load_tile(left, group - expert * PLANES, row, tm * BM, rows, left_columns, BK, BM, TMA)
             b = _load_tile(right, 0, row, tn * BN, rows, right_columns, BK, BN, TMA)
-            acc = dot(a.T, b, acc)
+            acc = dot_of_block(a.T, b, acc)
         _store_tile(out, group, tm * BM, tn * BN, acc, left_columns, right_columns, BM, BN, TMA)
 
 
