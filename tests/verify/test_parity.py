@@ -12,7 +12,7 @@ from opslot.slots import InputCase, OpVariant
 from opslot.slots.random_inputs import randn
 from opslot.verify import CheckResult, check_kernel, poisoned_memory, verify_kernels
 from opslot.verify.isolated import Lost, Processes
-from opslot.verify.parity import DRAWS, compare, expect
+from opslot.verify.parity import DRAWS, Comparison, compare, expect, mean_of
 
 VARIANT = KERNEL_REGISTRY.op("rms_norm").variant("standard")
 CASE = next(c for c in VARIANT.cases if c.role == "check")
@@ -164,6 +164,12 @@ def test_another_summation_order_passes_for_every_seed():
     assert [str(r) for r in results if not r.ok] == []
     assert {r.draws for r in results} == {1, DRAWS}
     assert f"(mean of {DRAWS} draws)" in str(next(r for r in results if r.draws > 1))
+
+
+def test_draws_without_a_gradient_are_left_out_of_its_mean():
+    out, grad = Comparison("out", 1.0, 2.0, 4.0), Comparison("grad x", 3.0, 1.0, 2.0)
+    doubled = Comparison("out", 2.0, 4.0, 8.0)
+    assert mean_of([(out, grad), (doubled,)]) == (Comparison("out", 1.5, 3.0, 6.0), grad)
 
 
 def test_nine_times_the_error_of_eager_fails_for_every_seed():

@@ -18,6 +18,7 @@ on every draw: in fp32, a relative error of 1e-3 is 8,000 eps; accumulation in b
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -144,13 +145,19 @@ def nearest(comparisons: Iterable[Comparison]) -> Comparison:
 
 
 def mean_of(draws: Sequence[Sequence[Comparison]]) -> tuple[Comparison, ...]:
-    """The comparisons of several draws as those of one: means of the errors and of the bounds."""
+    """The comparisons of several draws as those of one: means of the errors and of the bounds.
+
+    A draw may lack gradients, such as those of experts where no token is routed to one.
+    """
+    by_name: dict[str, list[Comparison]] = {}
+    for comparison in itertools.chain(*draws):
+        by_name.setdefault(comparison.name, []).append(comparison)
 
     def mean(same: Sequence[Comparison]) -> Comparison:
         figures = zip(*((c.error, c.eager_error, c.bound) for c in same))
         return Comparison(same[0].name, *(sum(x) / len(same) for x in figures))
 
-    return tuple(mean(same) for same in zip(*draws, strict=True))
+    return tuple(map(mean, by_name.values()))
 
 
 @dataclass(frozen=True)
