@@ -29,6 +29,15 @@ class Net(nn.Module):
         return self.other(torch.tanh(self.norm(x)))
 
 
+@pytest.mark.parametrize("width", [3, 65, 123, 1000])
+def test_rows_of_equal_values_are_the_bias(width):
+    """As with torch's layer norm, exactly: the mean is not rounded."""
+    kernel = KERNEL_REGISTRY.load("layer_norm", "standard", "triton")
+    x, bias = torch.full((4, width), 30.1, device=DEVICE), torch.randn(width, device=DEVICE)
+    out = kernel(hidden_states=x, weight=torch.ones(width, device=DEVICE), bias=bias, eps=1e-6)
+    torch.testing.assert_close(out, bias.expand_as(out), rtol=0, atol=1e-7)
+
+
 def net(**options):
     torch.manual_seed(0)
     model = Net(**options).to(DEVICE)
