@@ -265,6 +265,7 @@ MLA = ({"qk_head_dim": 192, "v_head_dim": 128},)
         ({"device": HOPPER, "layers": MLA}, "cudnn", None),
         ({"device": HOPPER, "head_dim": 192}, "cudnn", None),
         ({"device": HOPPER, "head_dim": 8}, "flex_attention", "supports head_dim from 16, this model has 8"),
+        ({"device": HOPPER, "head_dim": 512}, "flex_attention", "supports head_dim up to 256, this model has 512"),
         ({"device": HOPPER, "head_dim": 512}, "cudnn", "supports head_dim up to 256, this model has 512"),
         # One layer is wider than the others.
         ({"device": HOPPER, "layers": ({"head_dim": 256}, {"head_dim": 512})}, "cudnn", "this model has 512"),

@@ -237,6 +237,6 @@ add_kernel(
     "flex:flex_attention",
     _OF_ALL_KEYS,
     hardware=HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-    supports=_all_of(_head_dim_from_16, _no_sinks, _no_dropout, _allowed("_supports_flex_attn")),
+    supports=_all_of(_head_dim_from_16, _head_dim_up_to, _no_sinks, _no_dropout, _allowed("_supports_flex_attn")),
     description="torch FlexAttention with block masks",
 )

@@ -19,6 +19,8 @@ from opslot.ops.attention.reference import causal_of, reject_options, window_of
 
 # Each takes seconds to compile.
 _SHAPES = 64
+# Above, torch 2.11 has no tiles that fit into the shared memory of an H200.
+_WIDEST = 256
 # Below this, torch selects its decoding kernel, which fails for several rows of queries (torch 2.11: "No choices
 # exist for backend"), but supports one query, as in generation.
 _DECODING = 128
@@ -37,6 +39,12 @@ def flex_attention(call: AttentionCall) -> tuple[Tensor, None]:
         raise KernelError(
             "attn_implementation='flex_attention' has no dropout",
             hint="set attention_dropout to 0, or use sdpa or flash_attention_2",
+        )
+    if query.is_cuda and max(query.shape[-1], value.shape[-1]) > _WIDEST:
+        raise KernelError(
+            f"attn_implementation='flex_attention' supports head sizes up to {_WIDEST}",
+            found=f"query has {query.shape[-1]} and value {value.shape[-1]}",
+            hint="use triton or sdpa",
         )
     if attention_mask is None and query.shape[2] > 1:
         attention_mask = _shared_mask(query, key, causal_of(module, kwargs), kwargs)
