@@ -220,7 +220,8 @@ _UNSUPPORTED = (
 
 
 def _failure(text: str) -> str:
-    if "out of memory" in text.lower() or "OutOfMemory" in text:
+    # Not "out of resource: shared memory", of a kernel that does not fit.
+    if "CUDA out of memory" in text or text.startswith(("OutOfMemoryError", "torch.OutOfMemoryError")):
         return "out of memory"
     if any(part in text for part in _UNSUPPORTED):
         return "not supported"

@@ -1,6 +1,7 @@
 """attention: each option of a call is computed correctly or raises, and SDPA never runs its math backend."""
 
 import dataclasses
+import math
 import types
 
 import pytest
@@ -13,7 +14,8 @@ from opslot._base.errors import ConfigError, KernelError
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops import attention
 from opslot.ops.attention import op
-from opslot.ops.attention.reference import visible
+from opslot.ops.attention.cases import CASES
+from opslot.ops.attention.reference import unpack_bits, visible
 from opslot.ops.attention.sdpa import sdpa
 from opslot.slots import KernelRequest, Resolution, SlotBinding
 from tests.ops.attention.inputs import OPTIONS, Attention, documents, tensors
@@ -505,3 +507,22 @@ def test_flex_block_mask_is_made_once_a_step(monkeypatch):
     assert changed is not first
     assert flex._shared_mask(q, k, True, {"cu_seq_lens_q": cu_seqlens.clone()}) is not changed
     assert len(made) == 5
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for name in ("causal", "bidirectional", "indexed") for case in CASES[name] if case.role == "check"],
+    ids=lambda case: case.name,
+)
+def test_matmuls_of_the_roofline_are_over_visible_keys(case):
+    arguments = case.make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    sizes = (*query.shape[:3], key.shape[2])
+    if "selected_bits" in arguments:
+        mask = unpack_bits(arguments["selected_bits"], key.shape[2])
+        mask = mask.repeat_interleave(sizes[1] // mask.shape[1], 1) if mask.dim() == 4 else mask[:, None]
+    else:
+        mask = visible(arguments["module"], query, key, arguments)
+    pairs = math.prod(sizes) if mask is None else int(mask.expand(sizes).sum())
+    cost = KERNEL_REGISTRY.op("attention").variant("causal").cost(arguments)
+    assert cost.flops == 2 * pairs * (4 * query.shape[-1] + 3 * value.shape[-1])

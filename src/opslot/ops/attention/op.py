@@ -37,7 +37,7 @@ from opslot.ops._common.model_config import head_sizes
 from opslot.ops.attention.calls import CU_SEQLENS
 from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.ops.attention.compressed_reference import reference as compressed_reference
-from opslot.ops.attention.reference import OPTIONS, reference
+from opslot.ops.attention.reference import OPTIONS, causal_of, reference, unpack_bits
 from opslot.slots import BoundKernel, Cost, OpSpec, OpVariant, SlotBinding
 from opslot.slots.protocol import (
     ATTENTION_PREFIX,
@@ -54,12 +54,27 @@ from opslot.slots.protocol import (
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Causal: two matmuls in forward and five in backward, over half of the square of each document."""
-    q, k = arguments["query"], arguments["key"]
-    batch, heads, length, width = q.shape
-    cu_seqlens = arguments.get("cu_seq_lens_q")
-    squares = batch * length**2 if cu_seqlens is None else int(cu_seqlens.diff().to(torch.int64).square().sum())
-    return Cost(bytes=(4 * q.numel() + 6 * k.numel()) * q.element_size(), flops=7 * heads * squares * width)
+    """In forward the matmuls of scores and output; in backward the scores again and a gradient of each operand."""
+    q, k, v = (arguments[name] for name in ("query", "key", "value"))
+    bytes_moved = (4 * q.numel() + 6 * k.numel()) * q.element_size()
+    return Cost(bytes_moved, flops=2 * _visible_pairs(arguments) * (4 * q.shape[-1] + 3 * v.shape[-1]))
+
+
+def _visible_pairs(arguments: Mapping[str, Any]) -> int:
+    """Pairs of a query and a key that it sees, over all rows and heads."""
+    batch, heads, length, _ = arguments["query"].shape
+    bits, cu_seqlens = arguments.get("selected_bits"), arguments.get("cu_seq_lens_q")
+    if bits is not None:
+        seen = unpack_bits(bits, arguments["key"].shape[2])
+        return int(seen.sum()) * heads // (seen.shape[1] if seen.dim() == 4 else 1)
+    if not causal_of(arguments["module"], arguments) and cu_seqlens is None:
+        return batch * heads * length * arguments["key"].shape[2]
+    lengths = [length] * batch if cu_seqlens is None else cu_seqlens.diff().tolist()
+    if not causal_of(arguments["module"], arguments):
+        return heads * sum(n * n for n in lengths)
+    # The first queries of a document see fewer keys than a window has.
+    window = arguments.get("sliding_window") or max(lengths)
+    return heads * sum(n * min(n, window) - min(n, window) * (min(n, window) - 1) // 2 for n in lengths)
 
 
 def _compressed_cost(arguments: Mapping[str, Any]) -> Cost:
