@@ -128,10 +128,14 @@ def hub(tmp_path, monkeypatch) -> Iterator:
         "HF_HUB_DISABLE_PROGRESS_BARS": True,
     }.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-    for function in (module._downloaded_model, module._downloaded_data):
+    cached = (module._downloaded_model, module._downloaded_data)
+    for function in cached:
         function.cache_clear()
     yield server
     server.close()
+    # Later tests must not find the folders of this one.
+    for function in cached:
+        function.cache_clear()
 
 
 @pytest.fixture

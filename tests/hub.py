@@ -16,6 +16,7 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[str, Path] = {}
         self.gated: set[str] = set()
+        self.revisions = {"main", COMMIT}
         self.downloads: list[str] = []
         hub = self
 
@@ -50,7 +51,7 @@ class Hub:
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         names = [str(file.relative_to(folder)) for file in files]
         if action == "revision":
-            if rest not in ("main", COMMIT):
+            if rest not in self.revisions:
                 return _send(request, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return _send_json(request, {"id": name, "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]})
         if action == "tree":

@@ -214,4 +214,4 @@ def test_files_of_the_hub(hub, tmp_path):
     assert [file.name for file in found] == ["train-0.jsonl", "train-1.jsonl"]
     assert problems == []
     assert find_files("hf://datasets/org/other/*.jsonl", "data.train_path", problems) == []
-    assert "there is none of that name" in problems[0]
+    assert "the repository does not exist" in problems[0]
