@@ -39,7 +39,18 @@ def test_weights_are_not_downloaded_for_an_invalid_run(train, settings, hub, bas
     assert "model.safetensors" not in hub.downloads
 
 
-def test_adapters_name_the_model_of_the_hub(train, settings, base, tmp_path, capsys):
+def test_weights_are_not_downloaded_for_invalid_options(hub, base, capsys):
+    assert main(["generate", "org/model", "--prompt", "1 and", "--image", "missing.png"]) == 2
+    assert "--image: missing.png is not a file" in capsys.readouterr().err
+    assert "model.safetensors" not in hub.downloads
+
+
+def test_bisect_reads_the_weights(hub, base, capsys):
+    assert main(["bisect", "org/model", "--length", "8", "--device", "cpu"]) == 0
+    assert "model.safetensors" in hub.downloads
+
+
+def test_adapters_name_the_model_of_the_hub(train, settings, hub, base, tmp_path):
     settings["model"]["model_path"] = "org/model@main"
     code, _, err = train("--lora.r", "2")
     assert code == 0, err
@@ -47,7 +58,8 @@ def test_adapters_name_the_model_of_the_hub(train, settings, base, tmp_path, cap
     saved = json.loads((adapter / "adapter_config.json").read_text())
     assert (saved["base_model_name_or_path"], saved["revision"]) == ("org/model", "main")
     assert main(["generate", str(adapter), "--prompt", "1 and", "--max-new-tokens", "2", "--device", "cpu"]) == 0
-    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 0
+    hub.repositories["models/org/adapter"] = adapter
+    assert main(["merge", "org/adapter", str(tmp_path / "merged")]) == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
 
 

@@ -22,7 +22,7 @@ _ID = r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 _MODEL = re.compile(_ID + r"(@(?P<revision>[\w./-]+))?")
 _FILES = (".json", ".yaml", ".yml")
 # A path follows the revision, so of revisions with a slash only the hub's own are recognized.
-_DATA = re.compile(f"{DATASETS}{_ID}" r"(@(?P<revision>refs/(pr|convert)/[\w.-]+|[\w.-]+))?/(?P<files>.+)")
+_DATA = re.compile(DATASETS + _ID + r"(@(?P<revision>refs/(pr|convert)/[\w.-]+|[\w.-]+))?/(?P<files>.+)")
 # Configs, tokenizers, processors, and code that ships with a model.
 _SMALL = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 # Qwen2.5-Omni's speakers are copied to an export.

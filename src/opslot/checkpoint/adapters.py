@@ -179,13 +179,15 @@ def add_adapter(model: Any, config: Any) -> None:
 
 
 def load_adapter(model: Any, folder: str | Path) -> None:
-    """Add the adapters in `folder` to `model`, which has its base weights.
+    """Add the adapters in `folder`, which may also be adapters of the hub, to `model`, which has its base weights.
 
     Raises:
+        ConfigError: adapters of the hub that cannot be downloaded.
         CheckpointError: no adapter of PEFT in the folder, or one of another model.
     """
-    file = Path(folder) / ADAPTER_WEIGHTS
-    if not (Path(folder) / ADAPTER_CONFIG).is_file() or not file.is_file():
+    folder = local_model(folder)
+    file = folder / ADAPTER_WEIGHTS
+    if not (folder / ADAPTER_CONFIG).is_file() or not file.is_file():
         raise CheckpointError(
             f"{str(folder)!r} is not a folder of adapters", hint=f"it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         )
@@ -272,12 +274,12 @@ def _subtract_initial(model: nn.Module, config: Any, tensors: dict[str, Tensor])
     config.init_lora_weights = True
 
 
-def base_folder(adapter_config: Mapping[str, Any]) -> Path | None:
-    """The folder of the base model that an adapter_config.json names, downloaded where it is one of the hub."""
+def base_folder(adapter_config: Mapping[str, Any], *, weights: bool = True) -> Path | None:
+    """The folder of the base model that an adapter_config.json names, by `local_model`; None if it names none."""
     base, revision = adapter_config.get("base_model_name_or_path"), adapter_config.get("revision")
     if base is None:
         return None
-    return local_model(f"{base}@{revision}" if revision and is_repo_id(base) else base)
+    return local_model(f"{base}@{revision}" if revision and is_repo_id(base) else base, weights=weights)
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import CheckpointError
+from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import without_wrapper
 from opslot.checkpoint.folder import read_config, read_folder
@@ -53,7 +54,7 @@ class ExcludedParts:
                     f"there are no excluded weights to keep: {reason}", hint="set keep_excluded=False"
                 )
             return cls(problem=None if declared is None else _missing(model, declared, declared.files))
-        folder = Path(source).expanduser()
+        folder = local_model(source)
         files = [folder / name for name in declared.files if (folder / name).is_file()]
         problem = _missing(model, declared, [name for name in declared.files if folder / name not in files])
         if not keep:

@@ -271,8 +271,8 @@ def export_hf(
 
     Args:
         processors: objects with `save_pretrained(folder)`, saved by rank 0; None among them is skipped.
-        source: checkpoint that the model was trained from; files that Transformers needs and no processor saves are
-            copied from it.
+        source: checkpoint that the model was trained from, a folder or a model of the hub; files that Transformers
+            needs and no processor saves are copied from it.
         keep_excluded: also copy the weights of `source` that the model is built without, such as the speech parts of
             an omni model.
         model, folder, max_shard_size, merge_adapters: as in `save_weights`, which also lists the errors.

@@ -13,6 +13,7 @@ import torch
 import opslot
 from opslot._base.device import usable_device
 from opslot._base.errors import ConfigError
+from opslot._base.hub import local_model
 from opslot.cli.explain import model_arguments
 from opslot.models import load_config
 from opslot.models._layers import with_layers
@@ -52,5 +53,5 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _weights(source: str | Path) -> Path | None:
-    folder = Path(source)
+    folder = local_model(source)
     return folder if folder.is_dir() and any(folder.glob("*.safetensors")) else None

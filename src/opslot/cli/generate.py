@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from opslot._base.device import best_device, usable_device
+    from opslot.checkpoint.adapters import base_folder, read_adapter_config
     from opslot.data.encoder import SampleError
     from opslot.data.multimodal.media import Limits
     from opslot.data.tokenizer import load_tokenizer
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from opslot.trainer.generating import answer_about_media, generate_answers, media_encoder
     from opslot.trainer.processors import has_processor
 
-    model, prompts, media = str(local_model(options.model)), options.prompt, options.media or []
+    model, prompts, media = str(local_model(options.model, weights=False)), options.prompt, options.media or []
     target = usable_device(options.device or best_device().type)
     base = _base_of(model, options.trust_remote_code)
     tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
@@ -46,6 +47,9 @@ def run(options: argparse.Namespace) -> int:
             options.use_audio_in_video,
             trust_remote_code=options.trust_remote_code,
         )
+    # Last, since weights of the hub take long.
+    local_model(options.model)
+    base_folder(read_adapter_config(model))
     logging.disable_progress_bar()
     loaded = _load(model, base, config, options.trust_remote_code).to(target).eval()
     torch.manual_seed(options.seed)
@@ -100,7 +104,7 @@ def _base_of(folder: str, trust_remote_code: bool) -> str:
     from opslot.models import load_config
 
     adapter = read_adapter_config(folder)
-    base = str(base_folder(adapter) or folder)
+    base = str(base_folder(adapter, weights=False) or folder)
     config = load_config(base, trust_remote_code=trust_remote_code)
     classifiers = [name for name in getattr(config, "architectures", None) or () if name.endswith("Classification")]
     if classifiers or adapter.get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):

@@ -58,8 +58,8 @@ def build_foundation_model(
     Args:
         config_path: a folder with config.json, that file, a model of the Hugging Face hub (ORG/NAME or
             ORG/NAME@REVISION), or a config object (copied, never changed).
-        weights_path: folder of a Hugging Face checkpoint (safetensors, sharded or not); None leaves random weights,
-            drawn from torch's generator as Transformers draws them.
+        weights_path: folder of a Hugging Face checkpoint (safetensors, sharded or not), or a model of the hub; None
+            leaves random weights, drawn from torch's generator as Transformers draws them.
         torch_dtype: parameters' dtype, e.g. "bfloat16"; default the config's, else float32.
         init_device: "cpu", "cuda", "npu", or "meta" for parameters without memory (then without `weights_path`).
         ops_implementation: kernels, as `OpsImplementationConfig` reads them; default "auto".
@@ -115,7 +115,7 @@ def build_foundation_model(
 def load_config(
     source: str | Path | PreTrainedConfig, *, trust_remote_code: bool = False, **overrides: Any
 ) -> PreTrainedConfig:
-    """Read a Transformers config from a folder, a config.json or an object (then a copy).
+    """Read a Transformers config from a folder, a config.json, a model of the hub or an object (then a copy).
 
     Raises:
         ConfigError: the path or its model_type does not exist, the JSON is broken, or a value is not valid.
