@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from transformers import activations
 
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.bench.ops import call_sites_of
+from opslot.models._apply import bind_everywhere
 from opslot.verify.random_model import class_of
 from opslot.verify.tiny import tiny_config
 
@@ -77,6 +79,23 @@ def test_activations_that_all_models_share_keep_their_class():
     assert type(second.transformer.h[0].mlp.act).__module__ == "transformers.activations"
     assert "torch_fused" in str(opslot.explain(first))
     assert first.transformer.h[0].mlp.act is first.transformer.h[1].mlp.act
+
+
+def test_shared_activations_of_models_without_slots_keep_their_class():
+    shared = activations.gelu_new
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), shared)
+    ops = opslot.OpsImplementationConfig.make({"mlp_activation_implementation": "torch_fused"})
+    bind_everywhere(model, ops, device="cpu", dtype=torch.float32)
+    assert "torch_fused" in str(opslot.explain(model))
+    assert model[1] is not shared
+    assert type(shared) is activations.NewGELUActivation
+
+
+def test_apply_that_raises_leaves_the_activations():
+    model = torch.nn.Sequential(activations.gelu_new)
+    with pytest.raises(ConfigError, match="found nothing to bind"):
+        opslot.apply(model, "eager")
+    assert model[0] is activations.gelu_new
 
 
 def test_towers_have_the_kernel():

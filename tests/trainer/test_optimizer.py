@@ -24,6 +24,14 @@ def test_learning_rate_schedules(scheduler, expected):
     assert got == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("decay_ratio", [0.8, 1.0])
+def test_decay_starts_from_the_peak_after_a_long_warmup(decay_ratio):
+    train = TrainConfig(lr=1.0, lr_scheduler="warmup_stable_decay", warmup_steps=2)
+    train.optimizer = OptimizerConfig(decay_ratio=decay_ratio)
+    got = [learning_rate(train, step, 5) for step in range(1, 6)]
+    assert got == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25])
+
+
 def test_warmup_below_one_is_a_fraction_of_the_steps():
     def rates(warmup, steps):
         train = TrainConfig(lr=1.0, warmup_steps=warmup)

@@ -59,7 +59,6 @@ def apply(
     """
     require_module(model, "opslot.apply")
     config = OpsImplementationConfig.make(ops)
-    _own_activations(model)
     moves = _plan_moves(model)
     already = has_generated_classes(model)
     if not _may_bind(moves) and not already:
@@ -73,6 +72,7 @@ def apply(
                 "with OpSlot (docs/architectures.md); OPSLOT_BACKEND=hf trains it as it is"
             ),
         )
+    _copy_shared_activations(model)
     _report_unread(model)
     for module, old, new in moves:
         _give_class(module, old, new)
@@ -97,8 +97,8 @@ def apply(
     return report
 
 
-def _own_activations(model: Any) -> None:
-    """Give the model copies of the activations that all models of the process share: OpenAI GPT's."""
+def _copy_shared_activations(model: Any) -> None:
+    """Give the model copies of the activations that all models of the process share, as OpenAI GPT's do."""
     from transformers import activations
 
     shared = {id(value) for value in vars(activations).values()}
@@ -125,6 +125,7 @@ def bind_everywhere(
     ]
     if problems:
         raise ConfigError(list_problems("kernels cannot be bound", problems), hint="use eager or auto for these ops")
+    _copy_shared_activations(model)
     return bind(model, ops, device=device, dtype=dtype)
 
 
@@ -145,19 +146,15 @@ def _skips(model: Any) -> list[str]:
 
 
 def _without_slots(model: Any) -> Iterator[Skipped]:
-    """The parts of a model without slots that keep their implementation."""
+    """The parts that keep their implementation in the modules of a model."""
     from opslot.models.discovery.engine import discover
 
     for cls in _classes(model):
         arch = architecture_in(cls.__module__)
         own = with_slots(cls)
         skips = discover(arch).skips if arch is not None else ()
-        parts = [Skipped(skip.op, skip.symbol, skip.reason) for skip in skips]
-        yield from (
-            part
-            for part in (parts if own is None else skipped_parts(own))
-            if part.symbol.partition(".")[0] == cls.__name__
-        )
+        parts = [Skipped(skip.op, skip.symbol, skip.reason) for skip in skips] if own is None else skipped_parts(own)
+        yield from (part for part in parts if part.symbol.partition(".")[0] == cls.__name__)
 
 
 def _classes(model: Any) -> dict[Any, None]:

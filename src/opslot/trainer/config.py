@@ -56,8 +56,8 @@ class OptimizerConfig:
         beta2: decay rate of the second moment.
         eps: added to the square root of the second moment.
         min_lr_ratio: final learning rate of all schedulers but constant, as a fraction of `train.lr`.
-        decay_ratio: last part of the run, as a fraction of its steps, in which warmup_stable_decay lowers the learning
-            rate.
+        decay_ratio: fraction of all steps, the last ones, in which warmup_stable_decay lowers the learning rate; at
+            most those after the warmup.
     """
 
     name: Literal["adamw", "adamw_torch", "adamw_8bit", "muon"] = "adamw"
@@ -172,7 +172,7 @@ class TrainConfig:
         lr: peak learning rate; default 1e-5 for the weights of a checkpoint, 2e-4 for adapters and 3e-4 for random
             weights.
         lr_scheduler: learning rate schedule after the warmup; warmup_stable_decay keeps it constant until the last
-            part of the run (`optimizer.decay_ratio`), in which it falls linearly.
+            steps of the run (`optimizer.decay_ratio`), in which it falls linearly.
         warmup_steps: steps in which the learning rate rises linearly from 0 to `lr`; below 1, a fraction of all steps.
         weight_decay: weight decay of matrices; norms, biases and embeddings have none.
         max_grad_norm: maximum gradient norm for clipping; null or 0 disables clipping.

@@ -128,12 +128,15 @@ def learning_rate(train: TrainConfig, step: int, max_steps: float) -> float:
     warmup = train.warmup_steps if train.warmup_steps >= 1 else train.warmup_steps * max_steps
     if step <= warmup:
         return train.peak_lr * step / warmup
-    done = (step - warmup) / (max_steps + 1 - warmup)
+    after_warmup = max_steps + 1 - warmup
+    done = (step - warmup) / after_warmup
+    # Where the warmup reaches into the last part, the decay starts from the peak all the same.
+    decay_steps = min(train.optimizer.decay_ratio * max_steps, after_warmup)
     height = {
         "constant": 1.0,
         "linear": 1 - done,
         "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-        "warmup_stable_decay": min(1.0, (max_steps + 1 - step) / (train.optimizer.decay_ratio * max_steps)),
+        "warmup_stable_decay": min(1.0, (max_steps + 1 - step) / decay_steps),
     }[train.lr_scheduler]
     lowest = train.optimizer.min_lr_ratio
     return train.peak_lr * (lowest + (1 - lowest) * height)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
+from opslot._base.source import method_parameters
 from opslot.models._hooks import add_pre_hook
 from opslot.ops._common.by_document import add_documents
 from opslot.ops._common.documents import (
@@ -36,7 +36,7 @@ def give_documents(model: nn.Module) -> None:
     for part in model.modules():
         is_around = hasattr(part, "base_model_prefix") and any(id(inner) in decoders for inner in part.modules())
         # Models around a decoder may make its cache: Idefics3.
-        if id(part) in decoders or (is_around and "use_cache" in signature(type(part).forward).parameters):
+        if id(part) in decoders or (is_around and "use_cache" in method_parameters(type(part))):
             add_pre_hook(part, _without_cache)
 
 
