@@ -11,7 +11,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves `repositories`: folders by "models/ORG/NAME" or "datasets/ORG/NAME"; those in `gated` are refused."""
+    """Serves `repositories`, folders by "models/ORG/NAME" or "datasets/ORG/NAME"; answers 403 for those in `gated`."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Path] = {}

@@ -85,7 +85,7 @@ def load_on_ranks(folder):
 
 
 def test_checkpoints_have_the_experts_that_nothing_reads(ranks, tmp_path):
-    """Zeros, since Transformers needs them; the others are there and back again."""
+    """They are zeros, which Transformers needs; the others are saved and loaded unchanged."""
     assert ranks.run(save_from_ranks, str(tmp_path)) == [[2, 2]] * 2
     wanted = random_model(tiny_config("longcat_flash"))
     experts = wanted.config.n_routed_experts

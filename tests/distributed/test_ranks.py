@@ -12,9 +12,9 @@ def doubled(tensor):
 
 
 def test_ranks_take_and_return_tensors(ranks, forks, monkeypatch):
-    # Workers of pytest-xdist and ranks are forks of one process, so only there do they have one key without being told.
+    # Workers of pytest-xdist and ranks share a key, since both are forks of one process; other test processes do not.
     monkeypatch.setattr(multiprocessing.current_process(), "authkey", os.urandom(32))
-    # It keeps the key of the first tensor that was sent.
+    # The resource sharer keeps the key of the first tensor that was sent.
     monkeypatch.setattr("multiprocessing.resource_sharer._resource_sharer", resource_sharer._ResourceSharer())
     others = type(ranks)(forks)
     try:

@@ -102,7 +102,7 @@ def test_class_with_the_name_of_its_base(module, base):
     torch.testing.assert_close(model(x[0], x[1], cos, sin), expected)
 
 
-def test_functions_of_other_packages_are_no_replaced_ones(module, caplog):
+def test_functions_of_other_packages_are_not_reported_as_replaced(module, caplog):
     body = """
 
 class Rotates(nn.Module):

@@ -269,7 +269,7 @@ def test_lost_slot_is_one_warning(monkeypatch, tmp_path, caplog):
     assert [record.message for record in caplog.records] == [text]
 
 
-def test_other_variant_is_no_lost_slot(monkeypatch):
+def test_slot_with_another_variant_is_not_lost(monkeypatch):
     """As in releases between two locked ones: the MLP of DeepSeek-V4 is clamped from 5.10 on."""
     release = installed_release()
     lock = Lock.load(lock_path())

@@ -73,7 +73,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """DCP's planner, which reads values other than tensors with `weights_only=True`.
 
     Args:
-        partly_read: parameters of which the checkpoint may have more or fewer rows; the rows of both are loaded.
+        partly_read: parameters of which the checkpoint may have more or fewer rows; the rows that both have are loaded.
     """
 
     def __init__(self, partly_read: Collection[str] = ()) -> None:

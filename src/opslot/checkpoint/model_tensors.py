@@ -31,7 +31,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def stored_specs(model: nn.Module) -> dict[str, TensorSpec]:
     """Name, dtype and shape that each of `tensors_of(model)` has in checkpoints.
 
-    The shape is another one where expert parallelism removed experts that nothing reads.
+    The shape includes experts that nothing reads and that expert parallelism removed.
     """
     removed = {
         clean_fqn(f"{path}.{name}"): count

@@ -268,7 +268,7 @@ def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) 
 
 
 def _remove_unread_experts(model: Any) -> None:
-    """Let all weights of a module have the same experts, so that equal parts do too."""
+    """Remove the experts that nothing reads, so that the shards of all weights of a module hold the same experts."""
     for _, module, _, op_name, _ in walk_slots(model):
         unread = unread_experts(module) if op_name == "moe_experts" else {}
         for name, count in unread.items():

@@ -123,7 +123,7 @@ def _give_boundaries(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of a model whose masks do not separate documents by positions: a kernel gets their boundaries.
 
     Raises:
-        KernelError: Transformers' attention has none.
+        KernelError: the attention is Transformers' own, which takes no boundaries.
     """
     given = given_arguments(model, args, kwargs)
     positions = positions_of_documents(given)

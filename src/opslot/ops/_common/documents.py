@@ -189,7 +189,7 @@ def masks_drop_positions(model: Any) -> bool:
 
 
 def assert_separated(model: Any, positions: Tensor | None, cu_seqlens: Tensor, length: int) -> None:
-    """`continued_at` for the graph of a compiled model, as `assert_no_restart`.
+    """Let the graph of a compiled model raise a RuntimeError if `continued_at` would find a token, where it runs.
 
     Args:
         positions: [B, S]; None where no document may start inside a row of `length`.
