@@ -213,5 +213,8 @@ def test_files_of_the_hub(hub, tmp_path):
     found = find_files("hf://datasets/org/name/data/train-*.jsonl", "data.train_path", problems)
     assert [file.name for file in found] == ["train-0.jsonl", "train-1.jsonl"]
     assert problems == []
+    assert find_files("hf://datasets/org/name/*.csv", "data.train_path", problems) == []
+    message = "no file of the data set matches hf://datasets/org/name/*.csv\n    hint: see its files on "
+    assert f"{message}{hub.endpoint}/datasets/org/name" in problems.pop()
     assert find_files("hf://datasets/org/other/*.jsonl", "data.train_path", problems) == []
     assert "the repository does not exist" in problems[0]

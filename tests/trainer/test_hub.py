@@ -33,10 +33,10 @@ def test_the_same_as_local_files(train, settings, base, text_folder, tmp_path):
     assert losses(tmp_path / "out") == losses(tmp_path / "local")
 
 
-def test_weights_are_not_downloaded_for_an_invalid_run(train, settings, hub, base):
+def test_weights_and_data_are_not_downloaded_for_an_invalid_run(train, settings, hub, base):
     assert train("--train.lr", "-1")[0] == 2
     assert "config.json" in hub.downloads
-    assert "model.safetensors" not in hub.downloads
+    assert not [name for name in hub.downloads if name == "model.safetensors" or name.endswith(".txt")]
 
 
 def test_weights_are_not_downloaded_for_invalid_options(hub, base, capsys):

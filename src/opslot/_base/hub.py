@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import glob
 import os
 import re
 from pathlib import Path
@@ -105,7 +106,8 @@ def _downloaded_data(name: str) -> str:
     files = match["files"]
     # In a glob, "**/" also matches no folder, and "*" no slash; both differ in the patterns of huggingface_hub.
     patterns = [files, files.replace("**/", "")]
-    deeper = [] if "**" in files else ["*/" * (files.count("/") + 1) + "*"]
+    has_deeper = "**" in files or files.endswith("/")
+    deeper = [] if has_deeper else ["*/" * (files.count("/") + 1) + "*"]
     try:
         folder = _download(
             match["id"], match["revision"], repo_type="dataset", allow_patterns=patterns, ignore_patterns=deeper
@@ -113,7 +115,12 @@ def _downloaded_data(name: str) -> str:
     except Exception as error:  # as for models
         found, hint = _problem(error, match["id"], "dataset")
         raise ConfigError(f"{name} cannot be downloaded from the Hugging Face hub", found=found, hint=hint) from error
-    return str(folder / files)
+    local = str(folder / files)
+    if not glob.glob(local, recursive=True):
+        raise ConfigError(
+            f"no file of the data set matches {name}", hint=f"see its files on {_page(match['id'], 'dataset')}"
+        )
+    return local
 
 
 def _download(repo: str, revision: str | None, **options: Any) -> Path:
@@ -126,13 +133,18 @@ def _download(repo: str, revision: str | None, **options: Any) -> Path:
     return Path(snapshot_download(repo, revision=revision, **options))
 
 
+def _page(repo: str, repo_type: str | None) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{f'{repo_type}s/' if repo_type else ''}{repo}"
+
+
 def _problem(error: Exception, repo: str, repo_type: str | None = None) -> tuple[str, str]:
     """What was found, and the hint, of an error of a download."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        page = f"{constants.ENDPOINT}/{f'{repo_type}s/' if repo_type else ''}{repo}"
-        return "its terms are not accepted", f"accept them on {page}, and log in with `hf auth login`"
+        return "its terms are not accepted", f"accept them on {_page(repo, repo_type)}, and log in with `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "the repository does not exist, or it is private", "check the name, or log in with `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):

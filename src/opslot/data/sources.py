@@ -34,7 +34,8 @@ def find_files(paths: str | Sequence[str], field: str, problems: list[str], form
     """Existing files for `paths` (files, globs, saved data sets, files of the hub), each once, in order; errors go to
     `problems`.
 
-    A file that is named itself must not be empty; one that a glob finds may be.
+    A file that is named itself must not be empty; one that a glob finds may be. Where there are problems already, no
+    files of the hub are downloaded, which may take long.
     """
     found: list[Path] = []
     named = [paths] if isinstance(paths, str) else list(paths)
@@ -42,6 +43,8 @@ def find_files(paths: str | Sequence[str], field: str, problems: list[str], form
         problems.append(f"{field} is empty; set it to a text, jsonl or parquet file, or a glob such as corpus/**/*.txt")
         return []
     for name in named:
+        if problems and name.startswith(DATASETS):
+            continue
         try:
             found += _files_of(local_data(name), field, problems)
         except ConfigError as error:

@@ -172,12 +172,12 @@ def _check_inputs(config: RunConfig, problems: list[str]) -> RunInputs:
         raise _cannot_start(problems)
     _check_numbers(config, problems)
     config_path, tokenizer_path, model_path = _check_model(config.model, problems)
-    data = config.data
-    sources = _sources(data, problems)
-    eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
     _check_task(config, problems)
     check_lora(config, problems)
     check_optimizer(config, problems)
+    data = config.data
+    sources = _sources(data, problems)
+    eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
     return RunInputs(config_path, tokenizer_path, model_path, sources, eval_files, None, [])
 
 
