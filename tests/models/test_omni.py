@@ -159,6 +159,14 @@ def same_bytes(first, second):
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
+def test_speech_parts_are_read_from_the_hub(checkpoint, hub, tmp_path):
+    hub.repositories["models/org/omni"] = checkpoint
+    model = build_foundation_model("org/omni", weights_path="org/omni")
+    export_hf(model, tmp_path / "out", source="org/omni", keep_excluded=True)
+    assert stored(tmp_path / "out").keys() == stored(checkpoint).keys()
+    assert (tmp_path / "out" / "spk_dict.pt").is_file() == (checkpoint / "spk_dict.pt").is_file()
+
+
 def test_export_excluded_keeps_the_speech_parts(checkpoint, tmp_path):
     model = build_foundation_model(checkpoint, checkpoint)
     with torch.no_grad():

@@ -6,6 +6,8 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import opslot
+from opslot.checkpoint.adapters import has_adapters, load_adapter
 from opslot.cli import main
 from tests.trainer.runs import losses
 
@@ -39,6 +41,15 @@ def test_weights_and_data_are_not_downloaded_for_an_invalid_run(train, settings,
     assert not [name for name in hub.downloads if name == "model.safetensors" or name.endswith(".txt")]
 
 
+def test_weights_are_not_downloaded_for_an_invalid_destination(hub, base, tmp_path, capsys):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/model"}))
+    assert main(["merge", str(adapter), str(adapter)]) == 2
+    assert "exists and is not an empty folder" in capsys.readouterr().err
+    assert hub.downloads == []
+
+
 def test_weights_are_not_downloaded_for_invalid_options(hub, base, capsys):
     assert main(["generate", "org/model", "--prompt", "1 and", "--image", "missing.png"]) == 2
     assert "--image: missing.png is not a file" in capsys.readouterr().err
@@ -61,6 +72,9 @@ def test_adapters_name_the_model_of_the_hub(train, settings, hub, base, tmp_path
     hub.repositories["models/org/adapter"] = adapter
     assert main(["merge", "org/adapter", str(tmp_path / "merged")]) == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    model = opslot.build_foundation_model("org/model", weights_path="org/model")
+    load_adapter(model, "org/adapter")
+    assert has_adapters(model)
 
 
 @pytest.mark.parametrize("command", ["explain", "discover", "bench"])

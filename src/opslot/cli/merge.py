@@ -46,11 +46,6 @@ def run(options: argparse.Namespace) -> int:
             hint="give the folder hf of a run with lora, train.output_dir/hf",
         )
     config = read_adapter_config(adapter)
-    folder = local_model(options.base) if options.base else base_folder(config)
-    if folder is None or not Path(folder).is_dir():
-        raise ConfigError(
-            f"the base model of {adapter} is not a folder", found=str(folder), hint="give its folder with --base"
-        )
     if config.get("task_type") not in (None, "CAUSAL_LM"):
         raise ConfigError(
             f"{adapter} has the adapters of a classifier, whose labels are not in it",
@@ -58,6 +53,12 @@ def run(options: argparse.Namespace) -> int:
         )
     if Path(destination).exists() and (not Path(destination).is_dir() or any(Path(destination).iterdir())):
         raise ConfigError(f"{destination!r} exists and is not an empty folder", hint="give another destination")
+    # Last, since weights of the hub take long.
+    folder = local_model(options.base) if options.base else base_folder(config)
+    if folder is None or not Path(folder).is_dir():
+        raise ConfigError(
+            f"the base model of {adapter} is not a folder", found=str(folder), hint="give its folder with --base"
+        )
     model = build_foundation_model(folder, weights_path=folder, ops_implementation="eager", init_device="cpu")
     load_adapter(model, adapter)
     saved = export_hf(
