@@ -26,6 +26,7 @@ from opslot.ops._common.documents import (
     positions_of_documents,
     restart,
 )
+from opslot.ops.attention.op import skipped_attention
 from opslot.slots.protocol import (
     attention_options,
     attention_skip,
@@ -137,11 +138,11 @@ def _give_boundaries(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     implementation = str(model.config._attn_implementation)
     if is_own_attention(implementation) or "flash" in implementation:
         return add_documents(model, (), given)
-    skips = ((type(module).__name__, attention_skip(module)) for module in model.modules())
-    skipped = next((f"{name} {why}, and " for name, why in skips if why), "")
+    skipped = skipped_attention(model.modules())
+    ignored = f"Transformers' {implementation} ignores position_ids that restart"
     raise KernelError(
         f"{type(model).__name__} cannot keep packed documents (position_ids that restart) apart",
-        found=f"{skipped}Transformers' {implementation} ignores position_ids that restart",
+        found=f"{skipped}, and {ignored}" if skipped else ignored,
         hint=("" if skipped else "bind a kernel of attention, e.g. attn_implementation: sdpa, or ") + _PADDED,
     )
 

@@ -15,7 +15,7 @@ are marked by the class's form, since as many queries as keys can be either.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ def _applies_to(model: Any) -> str | None:
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_set is None or not hasattr(model, "config") or not can_set():
         return None
-    modules = [m for m in model.modules() if m.__dict__.get("config") is model.config]
+    modules = _modules_of(model)
     variants = {found[0] for m in modules if (found := attention_options(m)) is not None}
     if not variants and not any(attention_skip(m) or _is_unknown_attention(m) for m in modules):
         return None
@@ -120,7 +120,7 @@ def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
     user selected one."""
     if type(model).__module__.startswith("transformers."):
         return f"{type(model).__name__} has no generated class, so what its attention computes is unknown"
-    reason = _skipped(model)
+    reason = skipped_attention(_modules_of(model))
     if reason:
         return reason
     if getattr(model.config, "output_attentions", False):
@@ -131,9 +131,9 @@ def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
     return None
 
 
-def _skipped(model: Any) -> str | None:
-    """The attention class of a model that has no kernels, and why; None where all have them."""
-    skips = ((type(module).__name__, attention_skip(module)) for module in _modules_of(model))
+def skipped_attention(modules: Iterable[Any]) -> str | None:
+    """The class of the first of some modules with attention that has no kernels, and why; None where all have them."""
+    skips = ((type(module).__name__, attention_skip(module)) for module in modules)
     return next((f"{name} {why}" for name, why in skips if why), None)
 
 
@@ -155,7 +155,7 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
     if "flash" in implementation:
         return
     mask = given.get("attention_mask")
-    why, found, first = _skipped(model), f"Transformers' {implementation} ignores {packed_by}", ""
+    why, found, first = skipped_attention(_modules_of(model)), f"Transformers' {implementation} ignores {packed_by}", ""
     if by_position and given.get("position_ids") is not None:
         if isinstance(mask, Tensor) and mask.dim() == 2:
             # Of rows that are padded: Transformers does not look at positions.
