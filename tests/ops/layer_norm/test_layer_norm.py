@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("width", [3, 65, 123, 1000])
 def test_rows_of_equal_values_are_the_bias(width):
-    """As with torch's layer norm, exactly: the mean is not rounded."""
+    """As in torch's layer norm: the rounding error of the mean is not multiplied by 1 / sqrt(eps)."""
     kernel = KERNEL_REGISTRY.load("layer_norm", "standard", "triton")
     x, bias = torch.full((4, width), 30.1, device=DEVICE), torch.randn(width, device=DEVICE)
     out = kernel(hidden_states=x, weight=torch.ones(width, device=DEVICE), bias=bias, eps=1e-6)

@@ -45,7 +45,7 @@ def _forward_kernel(
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=1, keep_dims=True) / WIDTH
     centered = tl.where(inside, x - mean, 0.0)
-    # What rounding the mean left, which dominates in rows of nearly equal values.
+    # The rounding error of the mean, which dominates in rows of nearly equal values.
     rest = tl.sum(centered, axis=1, keep_dims=True) / WIDTH
     mean += rest
     centered = tl.where(inside, centered - rest, 0.0)

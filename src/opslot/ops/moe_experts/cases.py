@@ -131,7 +131,7 @@ def _checks(form: CaseForm | None = None) -> list[InputCase]:
         _case("strided tokens", 93, 4, 2, 32, 16, strided=True, form=form),
         _case("no tokens", 0, 4, 2, 32, 16, form=form),
         _case("several tiles", 130, 2, 1, 136, 72, form=form),
-        # On a GPU, eager's products over 2048 channels are cuBLAS's, which sum parts.
+        # On a GPU, eager's matmuls over 2048 channels are cuBLAS's, which adds up partial sums.
         _case("long sums", 40, 2, 1, 2048, 16, form=form),
     ]
 

@@ -51,16 +51,17 @@ def _with_adapters(
     hidden_states: Tensor,
     *arguments: Any,
 ) -> Tensor:
+    """A kernel with the arguments of `read`, followed by two factors of each weight, None without an adapter."""
     weights = next(i for i, value in enumerate(arguments) if not value.is_floating_point())
     arguments, factors = arguments[: -2 * weights], arguments[-2 * weights :]
     given = read(hidden_states, *arguments)
     x, experts = prepare(given)
-    _, _, index, routing = given
     pairs = [_padded(a, b, x.dtype) for a, b in zip(factors[::2], factors[1::2], strict=True)]
     if experts.up_proj is None:
         pairs.insert(1, (None, None))
     flat = [factor for pair in pairs for factor in pair]
-    out = function(x, *experts[:2], routing, *experts[2:5], *flat, index, *experts[5:])
+    tensors = *experts[:2], given.top_k_weights, *experts[2:5], *flat, given.top_k_index
+    out = function(x, *tensors, *experts[5:])
     return out.to(hidden_states.dtype)
 
 
