@@ -284,6 +284,12 @@ def test_unsupported_configs_are_reported_when_bound(given, kernel, reason):
         KERNEL_REGISTRY.resolve(wanted, kernel)
 
 
+def test_flash_attention_4_does_not_support_models_that_ask_for_determinism():
+    supports = KERNEL_REGISTRY.get("attention", "causal", "flash_attention_4").supports
+    assert supports(request(HOPPER, head_dim=64)) is None
+    assert "deterministic_flash_attn" in supports(request(HOPPER, head_dim=64, deterministic_flash_attn=True))
+
+
 @pytest.mark.parametrize(("softcap", "fastest"), [(None, "flash_attention_4"), (50.0, "triton")])
 def test_softcap_on_an_h200_selects_a_kernel_that_packs(softcap, fastest):
     given = request(HOPPER, head_dim=128, **({} if softcap is None else {"attn_logit_softcapping": softcap}))
