@@ -41,6 +41,14 @@ def test_converting_back_gives_the_same_folder(tmp_path, make_model) -> None:
     assert contents(tmp_path / "c") == contents(tmp_path / "a")
 
 
+def test_home_is_expanded(tmp_path, make_model, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    save_weights(make_model("qwen3_moe"), tmp_path / "a", layout="per_expert")
+    convert_folder("~/a", "~/b", layout="stacked")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
 def test_other_files_are_copied(tmp_path, make_model, caplog) -> None:
     """The source index may have wrong sizes; it is not copied."""
     source = tmp_path / "a"

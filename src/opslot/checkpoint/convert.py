@@ -61,7 +61,7 @@ def convert_folder(
             does not read (Llama 4's experts are transposed); a destination that is not empty or cannot be written.
         ConfigError: unknown layout or size.
     """
-    source, destination = local_model(source), Path(destination)
+    source, destination = local_model(source), Path(destination).expanduser()
     check_layout(layout)
     max_bytes = parse_size(max_shard_size)
     config = read_config(source)
