@@ -50,14 +50,16 @@ class Hub:
             return _send(request, 403, b"{}", {"X-Error-Code": "GatedRepo"})
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         names = [str(file.relative_to(folder)) for file in files]
+        if action in ("revision", "tree") and rest not in self.revisions:
+            return _send(request, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         if action == "revision":
-            if rest not in self.revisions:
-                return _send(request, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return _send_json(request, {"id": name, "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]})
         if action == "tree":
             sizes = [(name, file.stat().st_size) for name, file in zip(names, files, strict=True)]
             return _send_json(request, [{"type": "file", "path": n, "size": size, "oid": n} for n, size in sizes])
         file = rest.partition("/")[2]
+        if not (folder / file).is_file():
+            return _send(request, 404, b"{}", {"X-Error-Code": "EntryNotFound"})
         body = (folder / file).read_bytes()
         if request.command == "GET":
             self.downloads.append(file)

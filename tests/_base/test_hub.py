@@ -6,7 +6,7 @@ import os
 import pytest
 
 from opslot._base.errors import ConfigError
-from opslot._base.hub import is_repo_id, local_data, local_model
+from opslot._base.hub import _downloaded_data, _downloaded_model, is_repo_id, local_data, local_model
 
 FILES = (
     "config.json",
@@ -116,13 +116,6 @@ def test_models_that_cannot_be_downloaded_raise(hub, tmp_path, name, found, hint
     assert f"hint: {hint.format(endpoint=hub.endpoint)}" in str(raised.value)
 
 
-def test_model_without_safetensors_raises(hub, tmp_path):
-    hub.repositories["models/org/name"] = write(tmp_path / "remote", "config.json", "pytorch_model.bin")
-    local_model("org/name", weights=False)
-    with pytest.raises(ConfigError, match="'org/name' has no weights in safetensors on the Hugging Face hub"):
-        local_model("org/name")
-
-
 def test_terms_of_a_data_set_are_on_its_page(hub, tmp_path):
     hub.repositories["datasets/org/gated"] = write(tmp_path / "remote", "a.jsonl")
     hub.gated = {"datasets/org/gated"}
@@ -157,3 +150,90 @@ def test_without_a_connection(hub, monkeypatch):
 def test_data_set_without_files_raises(hub, name):
     with pytest.raises(ConfigError, match="does not name files"):
         local_data(name)
+
+
+def test_revision_of_a_data_set_with_an_escaped_slash(hub, tmp_path):
+    hub.repositories["datasets/org/name"] = write(tmp_path / "remote", "data/a.jsonl")
+    hub.revisions.add("my/branch")
+    local_data("hf://datasets/org/name@my%2Fbranch/data/*.jsonl")
+    assert hub.downloads == ["data/a.jsonl"]
+
+
+def test_data_set_without_such_files_raises(hub, tmp_path):
+    hub.repositories["datasets/org/name"] = write(tmp_path / "remote", "README.md", "data/train.jsonl")
+    with pytest.raises(ConfigError, match=r"no file of the data set matches .*\n  found: data/train\.jsonl\n"):
+        local_data("hf://datasets/org/name/*.parquet")
+
+
+@pytest.mark.parametrize(
+    ("names", "found", "hint"),
+    [
+        (["config.json", "pytorch_model.bin"], "pytorch_model.bin; pickled weights", "from_pretrained('org/name')"),
+        (["config.json", "model.Q4.gguf"], "config.json, model.Q4.gguf", "GGUF files are for inference"),
+        (["config.json", "consolidated.safetensors"], "config.json, consolidated", "names of the model's own library"),
+    ],
+)
+def test_weights_in_other_formats_raise(hub, tmp_path, names, found, hint):
+    hub.repositories["models/org/name"] = write(tmp_path / "remote", *names)
+    with pytest.raises(ConfigError, match="org/name has no safetensors") as raised:
+        local_model("org/name")
+    assert f"found: {found}" in str(raised.value)
+    assert hint in str(raised.value)
+    assert hub.downloads == []
+    assert local_model("org/name", weights=False).is_dir()
+
+
+def test_repository_without_files_of_a_model_raises(hub, tmp_path):
+    hub.repositories["models/org/name"] = write(tmp_path / "remote", "model.gguf")
+    with pytest.raises(ConfigError, match=r"none of the files of a Transformers model\n  found: model\.gguf"):
+        local_model("org/name", weights=False)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://huggingface.co/org/name", "hf://org/name", "https://hf.co/org/name/tree/main"]
+)
+def test_url_of_a_model_raises(url):
+    with pytest.raises(ConfigError, match=r"hint: a model of the Hugging Face hub is named org/name$"):
+        local_model(url)
+
+
+@pytest.mark.parametrize("url", ["https://huggingface.co/datasets/org/name", "hf://org/name/a.jsonl"])
+def test_url_of_a_data_set_raises(url):
+    with pytest.raises(ConfigError, match="such as hf://datasets/org/name/"):
+        local_data(url)
+
+
+def test_cache_that_is_not_writable_raises(hub, tmp_path, monkeypatch):
+    hub.repositories["models/org/name"] = write(tmp_path / "remote", "config.json")
+    cache = write(tmp_path, "file") / "file"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    with pytest.raises(ConfigError, match="hint: set HF_HOME to a folder that can be written"):
+        local_model("org/name", weights=False)
+
+
+def test_offline_without_cache_raises(hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="found: HF_HUB_OFFLINE is set") as raised:
+        local_model("org/name")
+    assert "hint: unset HF_HUB_OFFLINE" in str(raised.value)
+
+
+def test_offline_with_cache(hub, tmp_path, monkeypatch):
+    hub.repositories["models/org/name"] = write(tmp_path / "remote", *FILES)
+    hub.repositories["datasets/org/name"] = write(tmp_path / "data", "a.jsonl")
+    folder, data = local_model("org/name"), local_data("hf://datasets/org/name/*.jsonl")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    _downloaded_model.cache_clear()
+    _downloaded_data.cache_clear()
+    assert local_model("org/name") == folder
+    assert local_data("hf://datasets/org/name/*.jsonl") == data
+
+
+def test_cache_without_the_weights_raises(hub, tmp_path, monkeypatch):
+    """Older releases of the hub's library return it where there is no connection."""
+    hub.repositories["models/org/name"] = write(tmp_path / "remote", *FILES)
+    folder = local_model("org/name", weights=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(folder))
+    with pytest.raises(ConfigError, match="org/name is in the cache without its weights"):
+        local_model("org/name")

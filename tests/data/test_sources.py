@@ -201,7 +201,7 @@ def test_missing_dataset_id_names_the_path_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     problems = []
     find_files("HuggingFaceFW/fineweb", "data.train_path", problems)
-    assert "name its files, such as hf://datasets/HuggingFaceFW/fineweb/**/*.parquet" in problems[0]
+    assert "name its files, such as hf://datasets/HuggingFaceFW/fineweb/**/train*.parquet" in problems[0]
 
 
 def test_files_of_the_hub(hub, tmp_path):
@@ -214,7 +214,9 @@ def test_files_of_the_hub(hub, tmp_path):
     assert [file.name for file in found] == ["train-0.jsonl", "train-1.jsonl"]
     assert problems == []
     assert find_files("hf://datasets/org/name/*.csv", "data.train_path", problems) == []
-    message = "no file of the data set matches hf://datasets/org/name/*.csv\n    hint: see its files on "
-    assert f"{message}{hub.endpoint}/datasets/org/name" in problems.pop()
+    problem = problems.pop()
+    assert "no file of the data set matches hf://datasets/org/name/*.csv\n" in problem
+    assert "found: data/test.jsonl, data/train-0.jsonl, data/train-1.jsonl\n" in problem
+    assert f"hint: see its files on {hub.endpoint}/datasets/org/name" in problem
     assert find_files("hf://datasets/org/other/*.jsonl", "data.train_path", problems) == []
     assert "the repository does not exist" in problems[0]

@@ -77,6 +77,21 @@ def test_adapters_name_the_model_of_the_hub(train, settings, hub, base, tmp_path
     assert has_adapters(model)
 
 
+def test_model_without_safetensors_raises_before_data_is_downloaded(train, hub, base):
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+    code, _, err = train()
+    assert code == 2
+    assert "org/model has no safetensors that Transformers reads\n    found: pytorch_model.bin" in err
+    assert hub.downloads == []
+
+
+def test_merge_expands_the_home_folder(train, base, tmp_path, monkeypatch):
+    assert train("--lora.r", "2")[0] == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["merge", str(tmp_path / "out/hf"), "~/merged"]) == 0
+    assert (tmp_path / "merged/model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("command", ["explain", "discover", "bench"])
 def test_commands_take_models_of_the_hub(base, hub, capsys, command):
     options = {"bench": ["--device", "cpu", "--layers", "1", "--length", "8", "--steps", "1", "--steps-only"]}

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,30 @@ def missing_path_hint(path: str) -> str:
     by_lower = {name.lower(): name for name in names}
     near = difflib.get_close_matches(wanted.name.lower(), by_lower, 1, cutoff=0.75)
     return f"did you mean {wanted.parent / by_lower[near[0]]}?" if near else f"relative paths start at {Path.cwd()}"
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def weights_in_other_formats(names: Sequence[str], model: str) -> tuple[str, str]:
+    """What is found, and what to do, where a model has weights, but no model.safetensors.
+
+    Args:
+        names: of its files.
+        model: what Transformers takes to load it.
+    """
+    pickles = [name for name in names if name.endswith(_PICKLES) and name != "training_args.bin"]
+    if pickles:
+        return (
+            f"{', '.join(pickles[:3])}; pickled weights can run code, so opslot does not open them",
+            f"convert them once: AutoModelForCausalLM.from_pretrained({model!r}).save_pretrained('new_folder')",
+        )
+    hint = "give a Hugging Face checkpoint with model.safetensors"
+    if any(name.endswith(".gguf") for name in names):
+        hint += "; GGUF files are for inference: give the model that they were made from"
+    elif any(Path(name).name.startswith("consolidated") for name in names):
+        hint += "; consolidated files have the names of the model's own library"
+    return ", ".join(names[:8]) or "nothing", hint
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,26 +11,32 @@ import functools
 import glob
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from opslot._base.errors import ConfigError
-from opslot._base.files import missing_path_hint
+from opslot._base.files import missing_path_hint, weights_in_other_formats
 from opslot._base.launcher import is_first_local_rank
 
 DATASETS = "hf://datasets/"
 _ID = r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 _MODEL = re.compile(_ID + r"(@(?P<revision>[\w./-]+))?")
 _FILES = (".json", ".yaml", ".yml")
-# A path follows the revision, so of revisions with a slash only the hub's own are recognized.
-_DATA = re.compile(DATASETS + _ID + r"(@(?P<revision>refs/(pr|convert)/[\w.-]+|[\w.-]+))?/(?P<files>.+)")
+# A path follows the revision, so in a revision other than the hub's own a slash is written as %2F.
+_DATA = re.compile(DATASETS + _ID + r"(@(?P<revision>refs/(pr|convert)/[\w.-]+|[\w.%-]+))?/(?P<files>.+)")
+_URL = re.compile(r"(https?://(huggingface\.co|hf\.co)/|hf://)(datasets/)?" + _ID + r"(/.*)?")
 # Configs, tokenizers, processors, and code that ships with a model.
 _SMALL = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 # Qwen2.5-Omni's speakers are copied to an export.
 _WEIGHTS = ("*.safetensors", "spk_dict.pt")
 # The same weights in other layouts.
 _COPIES = ("*/*.safetensors", "consolidated*")
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+_CANNOT_WRITE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOENT, errno.ENOTDIR),
+)
 
 
 def is_repo_id(name: str | os.PathLike[str]) -> bool:
@@ -55,9 +61,26 @@ def local_model(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
     Raises:
         ConfigError: a model of the hub that cannot be downloaded, or that has no safetensors.
     """
+    if url := _URL.fullmatch(os.fspath(name)):
+        raise ConfigError(f"{name} is not a path", hint=f"a model of the Hugging Face hub is named {url['id']}")
     if not is_repo_id(name):
         return Path(name).expanduser()
     return _downloaded_model(os.fspath(name), weights=weights)
+
+
+def require_safetensors(name: str) -> None:
+    """Check a model of the hub before anything is downloaded.
+
+    Raises:
+        ConfigError: it has weights in other formats only.
+    """
+    if not is_repo_id(name):
+        return
+    repo, revision = split_repo_id(name)
+    names = _files_of(repo, revision, "model")
+    if names and not _matching(names, _WEIGHTS[:1], _COPIES):
+        found, hint = weights_in_other_formats(names, repo)
+        raise ConfigError(f"{name} has no safetensors that Transformers reads", found=found, hint=hint)
 
 
 @functools.cache
@@ -65,6 +88,7 @@ def _downloaded_model(name: str, *, weights: bool) -> Path:
     repo, revision = split_repo_id(name)
     patterns = [*_SMALL]
     if weights:
+        require_safetensors(name)
         # Of the commit that the config was read from, also where the branch moved on since.
         revision = _downloaded_model(name, weights=False).name
         patterns += _WEIGHTS
@@ -78,12 +102,25 @@ def _downloaded_model(name: str, *, weights: bool) -> Path:
             found=found,
             hint=f"{near} Otherwise {hint}" if near.startswith("did you mean") else hint,
         ) from error
-    if weights and not any(folder.glob(_WEIGHTS[0])):
+    if not folder.is_dir():
         raise ConfigError(
-            f"{name!r} has no weights in safetensors on the Hugging Face hub",
-            hint="save them in a folder with Transformers' from_pretrained and save_pretrained, and give that folder",
+            f"{name} has none of the files of a Transformers model",
+            found=_some(_files_of(repo, revision, "model")),
+            hint="name a model with config.json and safetensors",
+        )
+    if weights and not any(folder.glob(_WEIGHTS[0])):
+        # Without a connection, older releases of the hub's library return what is in the cache.
+        raise ConfigError(
+            f"{name} is in the cache without its weights, and the Hugging Face hub cannot be reached",
+            found=str(folder),
+            hint="unset HF_HUB_OFFLINE where it is set, and check the connection",
         )
     return folder
+
+
+def data_hint(repo: str) -> str:
+    """How the files of a data set of the hub are named."""
+    return f"for a data set of the Hugging Face hub, name its files, such as {DATASETS}{repo}/**/train*.parquet"
 
 
 def local_data(name: str) -> str:
@@ -92,7 +129,11 @@ def local_data(name: str) -> str:
     Raises:
         ConfigError: no files are named, or they cannot be downloaded.
     """
-    return _downloaded_data(name) if name.startswith(DATASETS) else name
+    if name.startswith(DATASETS):
+        return _downloaded_data(name)
+    if url := _URL.fullmatch(name):
+        raise ConfigError(f"{name} is not a path", hint=data_hint(url["id"]))
+    return name
 
 
 @functools.cache
@@ -101,26 +142,49 @@ def _downloaded_data(name: str) -> str:
     if match is None:
         raise ConfigError(
             f"{name} does not name files of a data set of the Hugging Face hub",
-            hint=f"write {DATASETS}ORG/NAME/FILES, where FILES is a path or a glob such as **/*.parquet",
+            hint=f"write {DATASETS}ORG/NAME/FILES, where FILES is a path or a glob such as **/train*.parquet",
         )
-    files = match["files"]
+    repo, files = match["id"], match["files"]
+    revision = unquote(match["revision"]) if match["revision"] else None
     # In a glob, "**/" also matches no folder, and "*" no slash; both differ in the patterns of huggingface_hub.
     patterns = [files, files.replace("**/", "")]
     has_deeper = "**" in files or files.endswith("/")
     deeper = [] if has_deeper else ["*/" * (files.count("/") + 1) + "*"]
     try:
-        folder = _download(
-            match["id"], match["revision"], repo_type="dataset", allow_patterns=patterns, ignore_patterns=deeper
-        )
+        folder = _download(repo, revision, repo_type="dataset", allow_patterns=patterns, ignore_patterns=deeper)
     except Exception as error:  # as for models
-        found, hint = _problem(error, match["id"], "dataset")
+        found, hint = _problem(error, repo, "dataset")
         raise ConfigError(f"{name} cannot be downloaded from the Hugging Face hub", found=found, hint=hint) from error
     local = str(folder / files)
     if not glob.glob(local, recursive=True):
         raise ConfigError(
-            f"no file of the data set matches {name}", hint=f"see its files on {_page(match['id'], 'dataset')}"
+            f"no file of the data set matches {name}",
+            found=_some(_files_of(repo, revision, "dataset")),
+            hint=f"see its files on {_page(repo, 'dataset')}",
         )
     return local
+
+
+def _files_of(repo: str, revision: str | None, repo_type: str) -> list[str]:
+    """Names of a repository's files; none where the hub cannot be reached."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(repo, revision=revision or "main", repo_type=repo_type)
+    except Exception:
+        # The download that follows reports it, unless the files are in the cache.
+        return []
+
+
+def _matching(names: list[str], allowed: Sequence[str], ignored: Sequence[str]) -> list[str]:
+    from huggingface_hub.utils import filter_repo_objects
+
+    return list(filter_repo_objects(names, allow_patterns=list(allowed), ignore_patterns=list(ignored)))
+
+
+def _some(names: list[str]) -> str:
+    shown = [name for name in names if not name.startswith(".") and name != "README.md"]
+    return ", ".join(shown[:6]) + (", ..." if len(shown) > 6 else "")
 
 
 def _download(repo: str, revision: str | None, **options: Any) -> Path:
@@ -141,7 +205,7 @@ def _page(repo: str, repo_type: str | None) -> str:
 
 def _problem(error: Exception, repo: str, repo_type: str | None = None) -> tuple[str, str]:
     """What was found, and the hint, of an error of a download."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
         return "its terms are not accepted", f"accept them on {_page(repo, repo_type)}, and log in with `hf auth login`"
@@ -155,5 +219,8 @@ def _problem(error: Exception, repo: str, repo_type: str | None = None) -> tuple
     if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
         return reason, "set HF_HOME to a folder that can be written and has enough space"
     option = f" --repo-type {repo_type}" if repo_type else ""
-    download = f"`hf download {repo}{option} --local-dir {repo.split('/')[1]}`"
-    return reason, f"check the connection, or run {download} on another machine and give that folder"
+    download = f"run `hf download {repo}{option} --local-dir {repo.split('/')[1]}` on another machine"
+    if constants.HF_HUB_OFFLINE:
+        found = f"HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} lacks files of it"
+        return found, f"unset HF_HUB_OFFLINE, or {download} and give that folder"
+    return reason, f"check the connection, or {download} and give that folder"

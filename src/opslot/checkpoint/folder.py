@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import CheckpointError
+from opslot._base.files import weights_in_other_formats
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.safetensors_file import TensorEntry, read_header
 
@@ -21,7 +22,6 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SIZES = {"GB": 10**9, "MB": 10**6, "KB": 10**3}
 _NAME_BYTES = 255
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
@@ -89,17 +89,10 @@ def _bad_index(index: Path, found: str) -> CheckpointError:
 
 def _no_weights(folder: Path) -> CheckpointError:
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    names = sorted(path.name for path in folder.iterdir())
     if shards:
         found, hint = f"{len(shards)} shards, e.g. {shards[0].name}", "add the index that came with them"
-    elif pickles:
-        found = f"{', '.join(pickles[:3])}; pickled weights can run code, so opslot does not open them"
-        hint = "convert them once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
     else:
-        found, hint = ", ".join(names[:8]) or "nothing", "give the folder of a Hugging Face checkpoint"
-        if any(name.endswith(".gguf") for name in names):
-            hint += "; GGUF files hold weights for inference"
+        found, hint = weights_in_other_formats(sorted(path.name for path in folder.iterdir()), str(folder))
     return CheckpointError(f"checkpoint {str(folder)!r} holds neither {WEIGHTS} nor {INDEX}", found=found, hint=hint)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from opslot._base.errors import ConfigError
 from opslot._base.files import missing_path_hint
-from opslot._base.hub import DATASETS, local_data
+from opslot._base.hub import DATASETS, data_hint, local_data
 from opslot._base.logging import get_logger
 
 logger = get_logger(__name__)
@@ -75,7 +75,7 @@ def _files_of(name: str, field: str, problems: list[str]) -> list[Path]:
 
 def _missing_hint(name: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w-]*", name):
-        return f"for a data set of the Hugging Face hub, name its files, such as {DATASETS}{name}/**/*.parquet"
+        return data_hint(name)
     return missing_path_hint(name)
 
 

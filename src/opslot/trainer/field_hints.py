@@ -55,7 +55,7 @@ _NAMES = {
     "data.train_on: assistant": "assistant_only_loss answer_only_loss_mask",
     "data.train_on and data.chat_template": "dataset_kwargs",
     "data.train_on: assistant, which trains completions only": "completion_only_loss",
-    "data.train_path": "dataset_name dataset_path dataset path_or_dataset",
+    "data.train_path: files, or hf://datasets/ORG/NAME/FILES": "dataset_name dataset_path dataset path_or_dataset",
     "data.train_path, with the folder": "dataset_dir",
     "data.train_path: the split's folder in a saved data set": "dataset_train_split",
     # train

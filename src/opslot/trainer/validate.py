@@ -12,7 +12,7 @@ from typing import Any
 from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.files import missing_path_hint, path_problem
-from opslot._base.hub import local_model
+from opslot._base.hub import is_repo_id, local_model, require_safetensors
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.data.config import DataConfig
 from opslot.data.sources import find_files
@@ -455,12 +455,15 @@ def _check_model(model: ModelConfig, problems: list[str]) -> tuple[Path, Path, P
 def _local(field: str, path: str, problems: list[str]) -> Path:
     """The path of a field; of a model of the hub, its folder without the weights."""
     try:
+        if field == "model_path":
+            require_safetensors(path)
         found = local_model(path, weights=False)
     except ConfigError as error:
         problems.append(f"model.{field}: {error}".replace("\n", "\n  "))
         return Path(path)
     if not found.exists():
-        of_hub = "" if os.sep in path else "; a model of the Hugging Face hub is named ORG/NAME"
+        may_be_of_hub = os.sep not in path or is_repo_id(path.rstrip(os.sep))
+        of_hub = "; a model of the Hugging Face hub is named ORG/NAME" if may_be_of_hub else ""
         problems.append(f"model.{field}: no such file or folder: {path}; {missing_path_hint(path)}{of_hub}")
     return found
 
