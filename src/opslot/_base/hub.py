@@ -33,10 +33,7 @@ _SMALL = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors", "spk_dict.pt")
 # The same weights in other layouts.
 _COPIES = ("*/*.safetensors", "consolidated*")
-_CANNOT_WRITE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.ENOENT, errno.ENOTDIR),
-)
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 
 
 def is_repo_id(name: str | os.PathLike[str]) -> bool:
