@@ -128,7 +128,7 @@ def hub(tmp_path, monkeypatch) -> Iterator:
         "HF_HUB_DISABLE_PROGRESS_BARS": True,
     }.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-    cached = (module._downloaded_model, module._downloaded_data)
+    cached = (module.require_safetensors, module._downloaded_model, module._downloaded_data)
     for function in cached:
         function.cache_clear()
     yield server

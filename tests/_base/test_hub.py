@@ -5,8 +5,16 @@ import os
 
 import pytest
 
+from opslot._base import hub as hub_module
 from opslot._base.errors import ConfigError
-from opslot._base.hub import _downloaded_data, _downloaded_model, is_repo_id, local_data, local_model
+from opslot._base.hub import (
+    _downloaded_data,
+    _downloaded_model,
+    is_repo_id,
+    local_data,
+    local_model,
+    require_safetensors,
+)
 
 FILES = (
     "config.json",
@@ -230,10 +238,21 @@ def test_offline_with_cache(hub, tmp_path, monkeypatch):
 
 
 def test_cache_without_the_weights_raises(hub, tmp_path, monkeypatch):
-    """Older releases of the hub's library return it where there is no connection."""
+    """When offline, older releases of huggingface_hub return it."""
     hub.repositories["models/org/name"] = write(tmp_path / "remote", *FILES)
     folder = local_model("org/name", weights=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(folder))
     with pytest.raises(ConfigError, match="org/name is in the cache without its weights"):
         local_model("org/name")
+
+
+def test_files_of_a_model_are_listed_once_before_its_downloads(hub, tmp_path, monkeypatch):
+    hub.repositories["models/org/name"] = write(tmp_path / "remote", *FILES)
+    listed = []
+    files_of = hub_module._files_of
+    monkeypatch.setattr(hub_module, "_files_of", lambda *given: listed.append(given) or files_of(*given))
+    require_safetensors("org/name")
+    local_model("org/name", weights=False)
+    local_model("org/name")
+    assert listed == [("org/name", None, "model")]

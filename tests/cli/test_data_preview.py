@@ -93,7 +93,7 @@ def test_generate_applies_the_chat_template(model, tmp_path, capsys):
     assert main(["generate", str(model), "--prompt", "x"]) == 2
     assert "is not a checkpoint that can generate" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "export"), "--prompt", "", "--raw", *options]) == 2
-    assert "no token to continue" in capsys.readouterr().err
+    assert "--prompt is empty, and the model needs a token to continue from" in capsys.readouterr().err
 
 
 def test_generate_rejects_missing_weights_and_classifiers(model, tmp_path, capsys):

@@ -11,7 +11,6 @@ import functools
 import glob
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -65,17 +64,20 @@ def local_model(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
     return _downloaded_model(os.fspath(name), weights=weights)
 
 
+@functools.cache
 def require_safetensors(name: str) -> None:
     """Check a model of the hub before anything is downloaded.
 
     Raises:
         ConfigError: it has weights in other formats only.
     """
+    from huggingface_hub.utils import filter_repo_objects
+
     if not is_repo_id(name):
         return
     repo, revision = split_repo_id(name)
     names = _files_of(repo, revision, "model")
-    if names and not _matching(names, _WEIGHTS[:1], _COPIES):
+    if names and not any(filter_repo_objects(names, allow_patterns=_WEIGHTS[0], ignore_patterns=[*_COPIES])):
         found, hint = weights_in_other_formats(names, repo)
         raise ConfigError(f"{name} has no safetensors that Transformers reads", found=found, hint=hint)
 
@@ -106,7 +108,7 @@ def _downloaded_model(name: str, *, weights: bool) -> Path:
             hint="name a model with config.json and safetensors",
         )
     if weights and not any(folder.glob(_WEIGHTS[0])):
-        # Without a connection, older releases of the hub's library return what is in the cache.
+        # When offline, older releases of huggingface_hub return what is in the cache.
         raise ConfigError(
             f"{name} is in the cache without its weights, and the Hugging Face hub cannot be reached",
             found=str(folder),
@@ -171,12 +173,6 @@ def _files_of(repo: str, revision: str | None, repo_type: str) -> list[str]:
     except Exception:
         # The download that follows reports it, unless the files are in the cache.
         return []
-
-
-def _matching(names: list[str], allowed: Sequence[str], ignored: Sequence[str]) -> list[str]:
-    from huggingface_hub.utils import filter_repo_objects
-
-    return list(filter_repo_objects(names, allow_patterns=list(allowed), ignore_patterns=list(ignored)))
 
 
 def _some(names: list[str]) -> str:

@@ -83,7 +83,7 @@ def _check(options: argparse.Namespace, tokenizer: Any, folder: str) -> None:
         raise ConfigError(f"--system needs a chat template, and {why}", hint="leave out --system")
     if "" in options.prompt and not has_turns and not tokenizer("")["input_ids"]:
         raise ConfigError(
-            "--prompt is empty, so there is no token to continue", hint="give a prompt of one token or more"
+            "--prompt is empty, and the model needs a token to continue from", hint="give a prompt of one token or more"
         )
     if media and options.raw:
         raise ConfigError(f"--{media[0][0]} needs a chat turn, and --raw is given", hint="leave out --raw")

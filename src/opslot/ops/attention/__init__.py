@@ -58,7 +58,7 @@ def _no_sinks(request: KernelRequest) -> str | None:
     return "has no attention sinks, this model has them" if options_of(request).sinks else None
 
 
-def _any_order(request: KernelRequest) -> str | None:
+def _no_deterministic_backward(request: KernelRequest) -> str | None:
     if getattr(request.config, "deterministic_flash_attn", False):
         return "has no deterministic backward, which this model's deterministic_flash_attn asks for"
     return None
@@ -187,7 +187,15 @@ add_gpu_kernel(
 # The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
 _flash(2, ("flash_attn_2_cuda",), (8, 0), _head_dim_up_to, _no_sinks)
 _flash(3, ("flash_attn_interface",), (9, 0), _head_dim_up_to, _no_sinks, _no_dropout)
-_flash(4, _FLASH_4, (9, 0), _head_dims_of_flash_4, _any_order, _no_dropout, priority={H200: _flash_4_priority})
+_flash(
+    4,
+    _FLASH_4,
+    (9, 0),
+    _head_dims_of_flash_4,
+    _no_deterministic_backward,
+    _no_dropout,
+    priority={H200: _flash_4_priority},
+)
 add_gpu_kernel(
     OP,
     "flash_attention_4_or_triton",
@@ -196,7 +204,7 @@ add_gpu_kernel(
     ["bidirectional"],
     capability=(9, 0),
     dtypes=HALF_FLOATS,
-    supports=_all_of(_head_dims_of_flash_4, _any_order, _no_dropout, _allowed("_supports_flash_attn")),
+    supports=_all_of(_head_dims_of_flash_4, _no_deterministic_backward, _no_dropout, _allowed("_supports_flash_attn")),
     priority={H200: 85},
     description="FlashAttention 4, and triton for short sequences",
 )

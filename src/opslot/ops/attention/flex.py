@@ -19,7 +19,7 @@ from opslot.ops.attention.reference import causal_of, reject_options, window_of
 
 # Each takes seconds to compile.
 _SHAPES = 64
-# Above, torch 2.11 has no tiles that fit into the shared memory of an H200.
+# For 512, the tiles of torch 2.11 exceed the shared memory of an H200; sizes in between were not tried.
 _WIDEST = 256
 # Below this, torch selects its decoding kernel, which fails for several rows of queries (torch 2.11: "No choices
 # exist for backend"), but supports one query, as in generation.

@@ -67,10 +67,11 @@ def _visible_pairs(arguments: Mapping[str, Any]) -> int:
     if bits is not None:
         seen = unpack_bits(bits, arguments["key"].shape[2])
         return int(seen.sum()) * heads // (seen.shape[1] if seen.dim() == 4 else 1)
-    if not causal_of(arguments["module"], arguments) and cu_seqlens is None:
+    causal = causal_of(arguments["module"], arguments)
+    if not causal and cu_seqlens is None:
         return batch * heads * length * arguments["key"].shape[2]
     lengths = [length] * batch if cu_seqlens is None else cu_seqlens.diff().tolist()
-    if not causal_of(arguments["module"], arguments):
+    if not causal:
         return heads * sum(n * n for n in lengths)
     # The first queries of a document see fewer keys than a window has.
     window = arguments.get("sliding_window") or max(lengths)
