@@ -130,12 +130,11 @@ def test_padding_between_tokens_where_auto_selects_a_kernel_without_masks(name, 
     assert not flash_like
 
 
-def test_kernel_without_masks_names_the_mask_that_it_cannot_apply(flash_like):
-    config = AutoConfig.for_model("gemma3_text", **{**SIZES, **KINDS["gemma3_text"]}, use_bidirectional_attention=True)
-    model = AutoModelForCausalLM.from_config(config)
-    opslot.apply(model, {"attn_implementation": "flash_like"})
+def test_kernel_without_masks_names_the_mask_that_it_cannot_apply():
+    make = masks.mask_function(masking_utils.flash_attention_mask, "flash_like")
+    images = masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: (q < 4) & (k < 4))
     with pytest.raises(KernelError, match=r"'flash_like' cannot apply this mask \(or_masks(.|\n)*hint: use sdpa"):
-        model(IDS)
+        make(1, 9, 9, mask_function=images, attention_mask=None)
 
 
 @pytest.mark.parametrize(
@@ -348,29 +347,85 @@ def test_bias_that_a_layer_adds_to_its_mask_stays(shared):
     torch.testing.assert_close(model(images).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("takes_masks", [False, True])
-def test_windows_to_both_sides_equal_transformers(takes_masks, monkeypatch):
-    """Layers with a window get a dense mask; the others have none (ModernBERT)."""
-    seen = []
+ENCODERS = {
+    "modernbert": {"local_attention": 6, "global_attn_every_n_layers": 2},
+    "gemma3_text": SLIDING | {"query_pre_attn_scalar": 8, "use_bidirectional_attention": True},
+    "t5gemma": SLIDING | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": None},
+}
 
-    def kernel(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-        seen.append(attention_mask)
-        return op.reference(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
-    kernel.mask_function = masking_utils.sdpa_mask if takes_masks else masking_utils.flash_attention_mask
-    monkeypatch.setattr(KERNEL_REGISTRY, "_specs", dict(KERNEL_REGISTRY._specs))
-    KERNEL_REGISTRY.register(KernelSpec("seeing", "attention", "bidirectional", lambda: kernel, priority=99))
-    sizes = {name: value for name, value in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
-    config = transformers.ModernBertConfig(**sizes, local_attention=6, global_attn_every_n_layers=2)
+def encoder(name):
     torch.manual_seed(0)
-    expected = transformers.ModernBertModel(config).eval()
+    if name == "t5gemma":
+        halves = [transformers.T5GemmaModuleConfig(**{**SIZES, **ENCODERS[name]}) for _ in range(2)]
+        config = transformers.T5GemmaConfig(encoder=halves[0], decoder=halves[1], is_encoder_decoder=False)
+        return transformers.T5GemmaEncoderModel._from_config(config, attn_implementation="eager").eval()
+    sizes = {key: value for key, value in SIZES.items() if name != "modernbert" or key != "num_key_value_heads"}
+    config = AutoConfig.for_model(name, **{**sizes, **ENCODERS[name]})
+    return transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.fixture
+def masks_seen(flash_like, monkeypatch):
+    """`flash_like` also for attention that is never causal."""
+    spec = KERNEL_REGISTRY.get("attention", "causal", "flash_like")
+    KERNEL_REGISTRY.register(dataclasses.replace(spec, variant="bidirectional"))
+    return flash_like
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_masks_with_windows_to_both_sides_are_not_dense(name, masks_seen):
+    expected = encoder(name)
     model = copy.deepcopy(expected)
-    assert opslot.apply(model).chosen("attention") == ("seeing",)
+    opslot.apply(model, {"preset": "eager", "attn_implementation": "flash_like"})
     right = torch.ones_like(IDS)
     right[0, 11:] = 0
     with torch.no_grad():
-        for padding in (None, right, right.flip(1)):
+        for padding in (None, torch.ones_like(IDS), right, right.flip(1)):
             found = model(IDS, attention_mask=padding).last_hidden_state
             close(found, expected(IDS, attention_mask=padding).last_hidden_state, padding)
-    assert len(seen) == (6 if takes_masks else 3)
-    assert [mask is None for mask in seen[:2]] == ([True, False] if takes_masks else [True, True])
+        separate = torch.cat([expected(ids).last_hidden_state for ids in IDS.split([9, 8], 1)], 1)
+        close(model(IDS, position_ids=POSITIONS, **DOCUMENTS).last_hidden_state, separate)
+    assert masks_seen
+    assert all(mask is None for mask in masks_seen)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    # Transformers does not let T5Gemma use SDPA.
+    [
+        (name, kernel)
+        for name in ENCODERS
+        for kernel in ("sdpa", "triton", "auto")
+        if (name, kernel) != ("t5gemma", "sdpa")
+    ],
+)
+def test_windows_to_both_sides_equal_transformers(name, kernel, compiles):
+    """Also with padding between tokens, where removing it would move a window."""
+    if kernel == "triton" and (reason := KERNEL_REGISTRY.get("attention", "causal", kernel).unsupported_here()):
+        pytest.skip(reason)
+    expected = encoder(name)
+    model = copy.deepcopy(expected)
+    opslot.apply(model, {"preset": "eager", "attn_implementation": kernel})
+    model = torch.compile(model, backend="eager") if compiles else model
+    between = torch.ones_like(IDS)
+    between[1, 4:6] = 0
+    with torch.no_grad():
+        for padding in (None, between):
+            if padding is not None and kernel == "triton":
+                continue
+            found = model(IDS, attention_mask=padding).last_hidden_state
+            close(found, expected(IDS, attention_mask=padding).last_hidden_state, padding)
+
+
+@pytest.mark.parametrize("name", ["modernbert", "t5gemma"])
+def test_a_window_is_that_of_the_mask_not_of_the_module(name):
+    """T5Gemma's encoder passes the number of the mask, ModernBERT one more, for a distance up to that number."""
+    sizes = {"attention_mask": None, "allow_is_bidirectional_skip": True, "local_size": 4}
+    function = masking_utils.sliding_window_bidirectional_mask_function(4)
+    make = masks.mask_function(masking_utils.flash_attention_mask, "flash_like")
+    layout = make(1, 9, 9, mask_function=function, **sizes)
+    query = torch.zeros(1, 2, 9, 4)
+    passed = 5 if name == "modernbert" else 4
+    assert layout.arguments(query, {"sliding_window": passed})["sliding_window"] == 5

@@ -215,8 +215,11 @@ CASES = {
         _case("bidirectional", (2, 4, 4, 21, 64), causal=False),
         _case("bidirectional packed documents", (1, 4, 4, 40, 64), documents=[16, 4, 20], causal=False),
         _case("cross", (2, 4, 4, 9, 64), causal=False, keys=21),
+        _case("bidirectional, window", (2, 4, 2, 50, 64), causal=False, sliding_window=9),
+        _case("bidirectional, documents, window", (1, 4, 4, 50, 64), [7, 1, 30, 12], causal=False, sliding_window=9),
         # Four images of 1024 x 1024 in Qwen3-VL's tower.
         _case("16384 in 4 images, 16 heads, D=72", (1, 16, 16, 16384, 72), [4096] * 4, "bench", causal=False),
+        _case("8192, 12 heads, D=64, window", (1, 12, 12, 8192, 64), None, "bench", causal=False, sliding_window=65),
     ],
 }
 

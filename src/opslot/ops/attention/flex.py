@@ -78,12 +78,13 @@ flex_attention.mask_function = flex_attention_mask  # type: ignore[attr-defined]
 
 
 def _block_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> BlockMask | None:
-    """Mask function: same document, and with `causal` at most window - 1 tokens earlier; None if nothing is masked."""
+    """Mask function: same document, and at most window - 1 tokens earlier, or with `causal` False to either side; None
+    if nothing is masked."""
     batch, _, length, _ = query.shape
     keys = key.shape[2]
     cu_seqlens = kwargs.get("cu_seq_lens_q")
-    window = window_of(key, causal, kwargs)
-    if cu_seqlens is None and not causal:
+    window = window_of(key, kwargs)
+    if cu_seqlens is None and window is None and not causal:
         return None
     if cu_seqlens is not None and keys != length:
         raise KernelError(
@@ -95,10 +96,10 @@ def _block_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]
         document = document_of_tokens(cu_seqlens, batch, length, query.device)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        if not causal:
-            return document[b, q] == document[b, k]
         distance = q + (keys - length) - k
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        seen = distance >= (0 if causal else -keys)
+        if window is not None:
+            seen = seen & (distance < window) & (distance > -window)
         return seen if cu_seqlens is None else seen & (document[b, q] == document[b, k])
 
     return create_block_mask(visible, None if cu_seqlens is None else batch, None, length, keys, device=query.device)
@@ -111,5 +112,5 @@ _masks: TensorCache[BlockMask | None] = TensorCache(8)
 def _shared_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> BlockMask | None:
     """`_block_mask`, computed once for the layers of a step."""
     sizes = query.shape[0], query.shape[2], key.shape[2]
-    form = sizes, causal, window_of(key, causal, kwargs), query.device
+    form = sizes, causal, window_of(key, kwargs), query.device
     return _masks.get(kwargs.get("cu_seq_lens_q"), lambda: _block_mask(query, key, causal, kwargs), *form)

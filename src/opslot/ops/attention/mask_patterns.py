@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,10 +12,19 @@ _MODULE = masking_utils.__name__
 
 
 class MaskPattern(NamedTuple):
-    """What a mask function hides; `documents` int [B, S] are ids of the documents of a row."""
+    """What a mask function hides.
+
+    Attributes:
+        causal: whether it hides later keys; None for a part of a mask, which leaves that open.
+        window: number of keys that a query sees up to its own; without causality, it sees `window - 1` after it too.
+        reach: highest distance of a key to either side, of a part of a mask.
+        chunk: keys are visible to queries of the same chunk.
+        documents: int [B, S], ids of the documents of a row.
+    """
 
     causal: bool | None = None
     window: int | None = None
+    reach: int | None = None
     chunk: int | None = None
     documents: Tensor | None = None
 
@@ -24,9 +34,9 @@ BIDIRECTIONAL = MaskPattern(causal=False)
 
 def _read(function: Any) -> MaskPattern | None:
     """The pattern of one of Transformers' mask functions; None for any other function."""
+    name = getattr(function, "__qualname__", "")
     if getattr(function, "__module__", None) != _MODULE:
-        return None
-    name = function.__qualname__
+        return _read_of_model(function, name)
     if name == "causal_mask_function":
         return MaskPattern(causal=True)
     if name == "bidirectional_mask_function":
@@ -35,6 +45,8 @@ def _read(function: Any) -> MaskPattern | None:
     match name.partition(".")[0]:
         case "sliding_window_overlay":
             return MaskPattern(window=cells["sliding_window"])
+        case "sliding_window_bidirectional_overlay":
+            return MaskPattern(reach=cells["sliding_window"])
         case "chunked_overlay":
             return MaskPattern(chunk=cells["chunk_size"])
         case "packed_sequence_mask_function":
@@ -43,6 +55,20 @@ def _read(function: Any) -> MaskPattern | None:
             return _read(cells["mask_function"])
         case "and_masks":
             return _merged([_read(part) for part in cells["mask_functions"]])
+        case "or_masks":
+            return _union([_read(part) for part in cells["mask_functions"]])
+    return None
+
+
+def _read_of_model(function: Any, name: str) -> MaskPattern | None:
+    """The pattern of the functions with which Gemma 3, and models derived from it, become bidirectional."""
+    if name.startswith("_bidirectional_window_overlay."):
+        window = _cells(function)["sliding_window"]
+        return MaskPattern(reach=window if function(0, 0, 0, window) else window - 1)
+    if name.endswith("<lambda>") and not function.__closure__:
+        reads = any(i.opname.startswith("LOAD_FAST") for i in dis.get_instructions(function))
+        # It returns the same for all keys, since it does not read its arguments.
+        return BIDIRECTIONAL if not reads and bool(function(0, 0, 0, 0)) else None
     return None
 
 
@@ -76,9 +102,14 @@ def _has_chunks(function: Any) -> bool:
 
 
 def pattern_of(mask_function: Any) -> MaskPattern | None:
-    """The pattern of a whole mask; None where it cannot be read."""
+    """The pattern of a whole mask, without `reach`; None where it cannot be read."""
     pattern = _read(mask_function)
-    return None if pattern is None or pattern.causal is None else pattern
+    if pattern is None or pattern.causal is None:
+        return None
+    if pattern.reach is None:
+        # Without causality, a window that ends at one side is none of Transformers' masks.
+        return None if pattern.window is not None and not pattern.causal else pattern
+    return None if pattern.window is not None else pattern._replace(window=pattern.reach + 1, reach=None)
 
 
 def _merged(parts: list[MaskPattern | None]) -> MaskPattern | None:
@@ -90,3 +121,23 @@ def _merged(parts: list[MaskPattern | None]) -> MaskPattern | None:
             return None
         found = found._replace(**given)
     return found
+
+
+def _union(parts: list[MaskPattern | None]) -> MaskPattern | None:
+    """What one of two parts lets a query see, if one lets it see all that the other does; else None."""
+    if len(parts) != 2:
+        return None
+    first, second = parts
+    if first is None or second is None:
+        return None
+    if _covers(first, second):
+        return first._replace(causal=False)
+    return second._replace(causal=False) if _covers(second, first) else None
+
+
+def _covers(wide: MaskPattern, other: MaskPattern) -> bool:
+    """Whether `wide` hides nothing but keys out of its reach, and `other` is causal and has no window beyond that."""
+    limits = wide.window, wide.chunk, wide.documents
+    if wide.causal or any(limit is not None for limit in limits):
+        return False
+    return wide.reach is None or bool(other.causal and other.window is not None and other.window <= wide.reach + 1)

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
         causal: whether it is causal; None leaves it to the module.
         cu_seqlens: int32 [documents + 1] over B * S tokens; None where each row is one document.
         longest: tokens of the longest document, with `cu_seqlens`.
-        window: sliding window, in tokens.
+        window: sliding window, in tokens; without causality, of `window - 1` tokens to either side.
         chunk: keys are visible to queries of the same chunk; chunks are counted from the start of each document.
         length: tokens of a row, where they are known.
         keys: without causality, those that are not padding. Cross attention has them alone, whatever the documents.
@@ -109,7 +109,8 @@ class Layout(NamedTuple):
         if self.causal is not None:
             # Also of a module that calls itself not causal and gets causal masks, such as AIMv2's of text.
             found["is_causal"] = self.causal
-        if self.window is not None and kwargs.get("sliding_window") is None:
+        if self.causal is False or (self.window is not None and kwargs.get("sliding_window") is None):
+            # Without causality, modules differ in the number that they pass for the same mask.
             found["sliding_window"] = self.window
         cu_seqlens, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
         if cu_seqlens is None:
@@ -178,7 +179,7 @@ def local_mask_function(mask_function: Any, **given: Any) -> Layout | None:
         KernelError: another mask than Transformers' causal, bidirectional, sliding-window and chunked ones.
     """
     if torch.compiler.is_compiling():
-        return _chunked(given)
+        return _compiled(given)
     pattern = pattern_of(mask_function)
     if pattern is None:
         raise KernelError(
@@ -190,10 +191,16 @@ def local_mask_function(mask_function: Any, **given: Any) -> Layout | None:
     return layout
 
 
-def _chunked(given: Mapping[str, Any]) -> Layout | None:
-    """The layout of a chunked mask in a compiled model, where Dynamo can't read closures."""
-    chunk = getattr(given.get("config"), "attention_chunk_size", None)
-    return None if chunk is None or chunk != given.get("local_size") else Layout(chunk=chunk)
+def _compiled(given: Mapping[str, Any]) -> Layout | None:
+    """The layout of a mask with chunks, or with windows to both sides, in a compiled model, where Dynamo can't read
+    closures."""
+    size = given.get("local_size")
+    if size is None:
+        return None
+    if "allow_is_bidirectional_skip" in given and not given.get("use_vmap"):
+        # Of `create_bidirectional_sliding_window_mask` without a further function.
+        return Layout(causal=False, window=size + 1)
+    return Layout(chunk=size) if size == getattr(given.get("config"), "attention_chunk_size", None) else None
 
 
 def _shown(mask_function: Any) -> str:
@@ -248,7 +255,13 @@ def mask_function(
         return not bool(tokens_first)
 
     def in_compiled_model(given: dict[str, Any]) -> Any:
-        found = _chunked(given) or own(**given)
+        layout = _compiled(given)
+        if layout is not None and layout.window is not None:
+            if given["q_length"] != given["kv_length"] or (any_mask and given["attention_mask"] is not None):
+                return own_or_dense(given)
+            padding = None if given["attention_mask"] is None else own(**given)
+            return layout._replace(length=given["kv_length"], padding=padding)
+        found = layout or own(**given)
         # A mask of padding does not show a module that is not causal that this one is.
         if isinstance(found, Tensor) and not any_mask and given["mask_function"] is masking_utils.causal_mask_function:
             return Layout(causal=True, length=given["kv_length"], padding=found)
@@ -313,8 +326,10 @@ def mask_function(
             if attention_mask is None or bool(attention_mask.all()):
                 return None
             return Layout(causal=False, length=kv_length, keys=Keys.of(attention_mask))
-        is_chunked = pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
-        return own_or_dense(given) if is_chunked else own(**given)
+        # Kernels without masks get a window of earlier keys from the module.
+        hides = pattern.window is not None and not pattern.causal
+        hides |= pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
+        return own_or_dense(given) if hides else own(**given)
 
     return mask
 
@@ -377,7 +392,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
         has_keys_alone = is_layout and attention_mask.keys is not None and attention_mask.cu_seqlens is None
         if cross_attention or has_keys_alone:
             kwargs = {n: x for n, x in kwargs.items() if not n.startswith(("cu_seq_lens_", "max_length_"))}
-            kwargs["is_causal"] = False
+            kwargs |= {"is_causal": False, "sliding_window": None}
             keys = attention_mask.keys if is_layout else None
             if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
                 # A compiled model gets the padding mask itself, without a `Layout`.

@@ -68,14 +68,14 @@ def _visible_pairs(arguments: Mapping[str, Any]) -> int:
         seen = unpack_bits(bits, arguments["key"].shape[2])
         return int(seen.sum()) * heads // (seen.shape[1] if seen.dim() == 4 else 1)
     causal = causal_of(arguments["module"], arguments)
-    if not causal and cu_seqlens is None:
-        return batch * heads * length * arguments["key"].shape[2]
+    window, keys = arguments.get("sliding_window"), arguments["key"].shape[2]
+    if not causal and cu_seqlens is None and keys != length:
+        return batch * heads * length * keys
     lengths = [length] * batch if cu_seqlens is None else cu_seqlens.diff().tolist()
-    if not causal:
-        return heads * sum(n * n for n in lengths)
     # The first queries of a document see fewer keys than a window has.
-    window = arguments.get("sliding_window") or max(lengths)
-    return heads * sum(n * min(n, window) - min(n, window) * (min(n, window) - 1) // 2 for n in lengths)
+    windows = [(n, min(n, window or n)) for n in lengths]
+    earlier = heads * sum(n * seen - seen * (seen - 1) // 2 for n, seen in windows)
+    return earlier if causal else 2 * earlier - heads * sum(lengths)
 
 
 def _compressed_cost(arguments: Mapping[str, Any]) -> Cost:

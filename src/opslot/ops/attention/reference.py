@@ -19,10 +19,11 @@ def reference(call: AttentionCall) -> tuple[Tensor, None]:
     """softmax(scaling * q k^T + mask) v with grouped key/value heads.
 
     Without a mask, causal if `is_causal` or else `module.is_causal` is set (the last query sees every key), and limited
-    to `sliding_window` tokens. `softcap` caps the scores; `s_aux` [heads] are attention sinks, logits in the softmax
-    without a value. `selected_bits` int32 [B, S, ceil(S_kv / 32)] are all keys that each query sees, whatever else is
-    given: bit i of word w is key 32 w + i; with [B, kv_heads, S, ...], those of each key/value head. The softmax runs
-    in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
+    to `sliding_window` tokens, without causality to `sliding_window - 1` tokens to either side. `softcap` caps the
+    scores; `s_aux` [heads] are attention sinks, logits in the softmax without a value. `selected_bits` int32
+    [B, S, ceil(S_kv / 32)] are all keys that each query sees, whatever else is given: bit i of word w is key 32 w + i;
+    with [B, kv_heads, S, ...], those of each key/value head. The softmax runs in fp32 (fp64 for fp64 input), as
+    Transformers' eager attention does.
     """
     module, query, key, value, attention_mask, dropout, scaling, kwargs = call
     reject_options("eager", kwargs, served=("softcap", "s_aux", "selected_bits"))
@@ -69,28 +70,17 @@ def causal_of(module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     return getattr(module, "is_causal", True) if causal is None else causal
 
 
-def window_of(key: Tensor, causal: bool, kwargs: Mapping[str, Any]) -> int | None:
-    """`sliding_window` if it masks some key, else None.
-
-    Raises:
-        KernelError: a bidirectional window without a mask; models differ in where it ends.
-    """
+def window_of(key: Tensor, kwargs: Mapping[str, Any]) -> int | None:
+    """`sliding_window` if it masks some key, else None."""
     window = kwargs.get("sliding_window")
-    if window is None or window >= key.shape[2]:
-        return None
-    if not causal:
-        raise KernelError(
-            f"attention: sliding_window={window} without causality requires an attention_mask",
-            hint="pass the mask, or use flash_attention_2, 3 or 4, where it ends window - 1 tokens to either side",
-        )
-    return window
+    return None if window is None or window >= key.shape[2] else window
 
 
 def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
     """Bool mask [B or 1, 1, S, S_kv] of documents, causality and sliding window; None if every key is visible."""
     batch, length, keys = query.shape[0], query.shape[2], key.shape[2]
     causal = causal_of(module, kwargs)
-    window = window_of(key, causal, kwargs)
+    window = window_of(key, kwargs)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None and window is None and (not causal or length == 1):
         return None
@@ -99,6 +89,7 @@ def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, 
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         mask = mask & (distance < window)
+        mask = mask if causal else mask & (distance > -window)
     if cu_seqlens is None:
         return mask[None, None]
     if length != keys:

@@ -79,7 +79,7 @@ def _attend(call: _Call, given: AttentionCall) -> Tensor:
     causal = causal_of(module, kwargs)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None or attention_mask is None:
-        window = window_of(key, causal, kwargs)
+        window = window_of(key, kwargs)
         if (cu_seqlens is not None or window is not None) and _packs_keys(query, value):
             return _varlen(call, given, causal, window)
         if cu_seqlens is not None and window is None and not torch.compiler.is_compiling():
@@ -169,7 +169,7 @@ def _varlen(call: _Call, given: AttentionCall, causal: bool, window: int | None)
         False,
         scale=scaling,
         window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
+        window_size_right=None if window is None else 0 if causal else window - 1,
     )[0]
     return resize_heads([out.view(batch, length, -1, width)], [value_width])[0]
 

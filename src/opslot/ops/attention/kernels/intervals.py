@@ -99,7 +99,7 @@ def intervals(
     then start and end of the queries that see each key. `rows` is 1 without documents, since all are equal.
 
     Args:
-        window: a query sees `window` keys up to its own, and without causality as many after it.
+        window: a query sees `window` keys up to its own, and without causality `window - 1` after it.
     """
     (batch, queries), keys = q.shape[:2], k.shape[1]
     bounds = [cu.contiguous() for cu in (cu_seqlens_q, cu_seqlens_k) if cu is not None]
