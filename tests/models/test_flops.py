@@ -158,10 +158,12 @@ def test_visible_pairs_equal_mask(shape, visible):
     assert visible_pairs(lengths, shape) == sum(visible(q, k) for n in lengths for q in range(n) for k in range(n))
 
 
-def test_window_and_full_layers():
+@pytest.mark.parametrize("causal", [True, False])
+def test_window_and_full_layers(causal):
     kinds = ["sliding_attention", "full_attention"] * 2
-    model = make("gemma3_text", "meta", sliding_window=4, layer_types=kinds)
-    pairs = 2 * (16 * 17 // 2) + 2 * visible_pairs([16], AttentionShape(window=4))
+    model = make("gemma3_text", "meta", sliding_window=4, layer_types=kinds, use_bidirectional_attention=not causal)
+    shapes = AttentionShape(causal), AttentionShape(causal, window=model.config.sliding_window)
+    pairs = sum(2 * visible_pairs([16], shape) for shape in shapes)
     assert opslot.count_flops(model, [16]).parts["attention"].forward == 4 * pairs * HEADS * HEAD_DIM
 
 

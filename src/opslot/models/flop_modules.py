@@ -388,7 +388,7 @@ def _is_attention(module: Any) -> bool:
 
 def _shape(module: Any, config: Any) -> AttentionShape:
     found = attention_options(module)
-    bidirectional = found[0] == "bidirectional" if found else not getattr(module, "is_causal", True)
+    bidirectional = (found is not None and found[0] == "bidirectional") or not getattr(module, "is_causal", True)
     kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[index] if kinds and isinstance(index, int) and index < len(kinds) else None
     window = option_value(module, "sliding_window") if found else getattr(module, "sliding_window", None)
