@@ -6,7 +6,7 @@ import pytest
 
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot.bench.run import read_model
-from opslot.cli import main
+from opslot.cli import _parser, main
 from opslot.verify import CHECKS
 from tests.multimodal import write_model
 
@@ -307,3 +307,25 @@ def test_number_of_layers_with_layer_types(moe_config_folder, capsys, layers):
 def test_bisect_of_nothing_raises(moe_config_folder, capsys, option):
     assert main(["bisect", str(moe_config_folder), *option]) == 2
     assert "computes no loss\n  hint: take a batch of 1, 2 tokens and 1 layer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "fields"),
+    [
+        ("generate ~/m --prompt ~/p --image ~/i", {"model": "{}/m", "prompt": ["~/p"], "media": [("image", "{}/i")]}),
+        ("report ~/r -o ~/o", {"folder": "{}/r", "output": "{}/o"}),
+        ("explain ~/m", {"model": "{}/m"}),
+        ("bisect ~/m", {"model": "{}/m"}),
+        ("discover ~/m -o ~/o", {"architecture": "{}/m", "output": "{}/o"}),
+        (
+            "bench --model ~/m ~/n --output ~/o --plot ~/p --html ~/h --merge ~/a",
+            {"models": ["{}/m", "{}/n"], "output": "{}/o", "plot": "{}/p", "html": "{}/h", "merge": ["{}/a"]},
+        ),
+        ("convert ~/s ~/d --layout stacked", {"source": "{}/s", "destination": "{}/d"}),
+        ("merge ~/a ~/d --base ~/b", {"adapter": "{}/a", "destination": "{}/d", "base": "{}/b"}),
+    ],
+)
+def test_home_folder_in_quotes_is_expanded(monkeypatch, command, fields):
+    monkeypatch.setenv("HOME", "/home/me")
+    options = vars(_parser().parse_args(command.split()))
+    assert str({name: options[name] for name in fields}) == str(fields).replace("{}", "/home/me")

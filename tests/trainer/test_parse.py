@@ -8,7 +8,8 @@ import pytest
 
 from opslot._base.errors import ConfigError
 from opslot.trainer import RunConfig, load_config
-from opslot.trainer.parse import to_yaml
+from opslot.trainer.parse import _leaf_types, to_yaml
+from opslot.trainer.paths import PATHS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -50,6 +51,26 @@ def write(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return path
+
+
+def test_home_folder_in_quotes_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(
+        tmp_path,
+        "{model: {config_path: ~/m}, train: {output_dir: ~/out}, data: {train: [{path: [~/a.txt]}, {path: ~/b}]}}",
+    )
+    config = load_config(["~/run.yaml", "--data.eval_path", "[~/c.txt, d.txt]", "--data.cache_dir=~/cache"])
+    assert config.model.config_path == f"{tmp_path}/m"
+    assert config.train.output_dir == f"{tmp_path}/out"
+    assert config.data.train == [{"path": [f"{tmp_path}/a.txt"]}, {"path": f"{tmp_path}/b"}]
+    assert config.data.eval_path == [f"{tmp_path}/c.txt", "d.txt"]
+    assert config.data.cache_dir == f"{tmp_path}/cache"
+
+
+def test_fields_of_paths_are_listed():
+    """A field with a path that is not listed would keep "~"."""
+    names = {name for name in _leaf_types(RunConfig) if name.endswith(("_path", "_dir", "_from"))}
+    assert names <= set(PATHS)
 
 
 def test_documented_fields_are_read(tmp_path):

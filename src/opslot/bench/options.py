@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,7 @@ class BenchOptions:
         STEPS,
         "--model",
         nargs="+",
-        type=str,
+        type=os.path.expanduser,
         metavar="CONFIG",
     )
     layers: int | None = _option(None, "another number of layers", STEPS, metavar="N")

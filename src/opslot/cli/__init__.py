@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from opslot import __version__
 from opslot._base.errors import OpslotError
-from opslot.cli.arguments import count, device, names, rate, seed, temperature
+from opslot.cli.arguments import count, device, names, path, rate, seed, temperature
 from opslot.cli.bench import add_bench
 
 _Add = Callable[..., argparse.ArgumentParser]
@@ -136,8 +136,8 @@ def _add_data(add: _Add) -> None:
     )
 
 
-def _medium(kind: str, path: str) -> tuple[str, str]:
-    return kind, path
+def _medium(kind: str, text: str) -> tuple[str, str]:
+    return kind, path(text)
 
 
 def _add_generate(add: _Add) -> None:
@@ -150,7 +150,9 @@ def _add_generate(add: _Add) -> None:
             '  opslot generate outputs/vlm/hf --image shapes.png --prompt "How many circles?"'
         ),
     )
-    generate.add_argument("model", help="a folder with weights, or LoRA adapters, and tokenizer, or a model of the hub")
+    generate.add_argument(
+        "model", type=path, help="a folder with weights, or LoRA adapters, and tokenizer, or a model of the hub"
+    )
     generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
     for kind in ("image", "video", "audio"):
         generate.add_argument(
@@ -190,8 +192,8 @@ def _add_report(add: _Add) -> None:
         help="write one HTML page about a training run",
         epilog="examples:\n  opslot report outputs/run\n  opslot report outputs/run -o run.html",
     )
-    report.add_argument("folder", metavar="RUN", help="train.output_dir of the run")
-    report.add_argument("-o", "--output", metavar="FILE", help="default RUN/report.html")
+    report.add_argument("folder", type=path, metavar="RUN", help="train.output_dir of the run")
+    report.add_argument("-o", "--output", type=path, metavar="FILE", help="default RUN/report.html")
 
 
 def _add_kernels(add: _Add) -> None:
@@ -208,6 +210,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     """The options for the model, its kernels and its dtype."""
     command.add_argument(
         "model",
+        type=path,
         metavar="MODEL_OR_YAML",
         help="a folder with config.json, that file, a model of the hub (ORG/NAME), or a training YAML",
     )
@@ -252,6 +255,7 @@ def _add_discover(add: _Add) -> None:
     )
     discover.add_argument(
         "architecture",
+        type=path,
         nargs="?",
         help="a folder under transformers/models, a model_type, a folder with config.json, a model of the hub, or a "
         "dotted module name",
@@ -279,7 +283,7 @@ def _add_discover(add: _Add) -> None:
         action="store_true",
         help="also the fingerprints of the functions and methods that are skipped",
     )
-    discover.add_argument("-o", "--output", metavar="FILE", help="write the equivalent patch file")
+    discover.add_argument("-o", "--output", type=path, metavar="FILE", help="write the equivalent patch file")
     discover.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -344,8 +348,8 @@ def _add_convert(add: _Add) -> None:
             "  opslot convert stacked/ hub/ --layout per_expert              back to the hub's layout"
         ),
     )
-    convert.add_argument("source", help="a Hugging Face folder with safetensors, or a model of the hub")
-    convert.add_argument("destination", help="a folder that does not exist yet or is empty")
+    convert.add_argument("source", type=path, help="a Hugging Face folder with safetensors, or a model of the hub")
+    convert.add_argument("destination", type=path, help="a folder that does not exist yet or is empty")
     convert.add_argument("--layout", required=True, help="per_expert, stacked or transposed")
     convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
 
@@ -359,7 +363,7 @@ def _add_merge(add: _Add) -> None:
             "  opslot merge outputs/run/hf merged/ --base models/Qwen3-8B      if the base model was moved"
         ),
     )
-    merge.add_argument("adapter", help="a folder with adapter_config.json and adapter_model.safetensors")
-    merge.add_argument("destination", help="folder of the merged checkpoint")
-    merge.add_argument("--base", help="folder of the base model; default what the adapter's config names")
+    merge.add_argument("adapter", type=path, help="a folder with adapter_config.json and adapter_model.safetensors")
+    merge.add_argument("destination", type=path, help="folder of the merged checkpoint")
+    merge.add_argument("--base", type=path, help="folder of the base model; default what the adapter's config names")
     merge.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 
 def device(text: str) -> str:
     if text.partition(":")[0] == "meta":
         raise argparse.ArgumentTypeError("on 'meta' nothing is computed; use cpu, cuda, cuda:1 or npu")
     return text
+
+
+def path(text: str) -> str:
+    """A path, with "~" expanded as a shell does outside quotes."""
+    return os.path.expanduser(text)
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from opslot._base.pairs import pairs
 from opslot.bench.options import BASELINES, OPS, OUTPUT, STEPS, BenchOptions
-from opslot.cli.arguments import device, names
+from opslot.cli.arguments import device, names, path
 
 _EPILOG = """examples:
   opslot bench --op rms_norm                         one op, at its own shapes
@@ -43,11 +43,17 @@ def add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
         flag = field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
         groups.get(field.metadata["group"], bench).add_argument(flag, **settings)
     output = groups[OUTPUT]
-    output.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
-    output.add_argument("--plot", metavar="FILE", help="draw the result (PNG or SVG)")
-    output.add_argument("--html", metavar="FILE", help="write one page that holds everything")
     output.add_argument(
-        "--merge", nargs="+", metavar="FILE", help="measure nothing; make one result of these that --output wrote"
+        "--output", type=path, metavar="FILE", help="write the result as JSON, with machine, versions and commit"
+    )
+    output.add_argument("--plot", type=path, metavar="FILE", help="draw the result (PNG or SVG)")
+    output.add_argument("--html", type=path, metavar="FILE", help="write one page that holds everything")
+    output.add_argument(
+        "--merge",
+        type=path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing; make one result of these that --output wrote",
     )
     output.add_argument("--json", action="store_true", help="print JSON")
 
@@ -70,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(BenchOptions)}
         set_fields = "FIELD=VALUE, e.g. rms_norm_implementation=eager"
         given["ops_implementation"] = pairs("--set", set_fields, options.ops_implementation)
-        given["baseline_paths"] = pairs("--baseline-path", "NAME=DIR", options.baseline_paths)
+        folders = pairs("--baseline-path", "NAME=DIR", options.baseline_paths)
+        given["baseline_paths"] = {name: path(folder) for name, folder in folders.items()}
         command = recorded_command("opslot", *options.argv)
         result = run_bench(BenchOptions(**given), files, progress_to_stderr(), command)
     print(to_json(result) if options.json else result_text(result))

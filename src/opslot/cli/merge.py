@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     from opslot.checkpoint.excluded import has_excluded_parts
     from opslot.models import build_foundation_model
 
-    adapter, destination = str(local_model(options.adapter)), str(Path(options.destination).expanduser())
+    adapter, destination = str(local_model(options.adapter)), options.destination
     if not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise ConfigError(
             f"{adapter!r} is not a folder of adapters",

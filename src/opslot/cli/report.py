@@ -10,6 +10,6 @@ from opslot.trainer.report import write_report
 
 def run(options: argparse.Namespace) -> int:
     """Write the page; exit code 0."""
-    output = Path(options.output).expanduser() if options.output else None
-    print(f"wrote {write_report(Path(options.folder).expanduser(), output)}")
+    output = Path(options.output) if options.output else None
+    print(f"wrote {write_report(Path(options.folder), output)}")
     return 0

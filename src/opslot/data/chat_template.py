@@ -33,7 +33,7 @@ def load_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -
             _check_template(text, "the tokenizer's chat template", "set data.chat_template to a file with another")
         return
     try:
-        text = Path(source).expanduser().read_text(encoding="utf-8")
+        text = Path(source).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise DataError(
             f"data.chat_template: {source} cannot be read", found=str(error), hint="set it to a Jinja template file"

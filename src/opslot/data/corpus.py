@@ -374,7 +374,7 @@ def open_corpus(
     key = hashlib.sha256(repr((_FORMAT, format, shard_bytes, identity)).encode())
     for file, (size, changed) in stamps.items():
         key.update(f"{file.resolve()}\0{size}\0{changed}\n".encode())
-    cache = Path(cache_dir).expanduser() if cache_dir else _default_cache()
+    cache = Path(cache_dir) if cache_dir else _default_cache()
     return TokenCorpus(shards, stamps, encoder, cache / f"opslot-{key.hexdigest()[:32]}", identity)
 
 

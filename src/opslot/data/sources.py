@@ -56,7 +56,7 @@ def find_files(paths: str | Sequence[str], field: str, problems: list[str], form
 
 def _files_of(name: str, field: str, problems: list[str]) -> list[Path]:
     """The files of one path, glob or saved data set."""
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         return _saved_dataset(path, field, problems)
     if path.exists():

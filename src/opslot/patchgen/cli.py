@@ -67,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="patchgen",
@@ -75,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("module", nargs="*", help="an architecture, or a Python module that holds a PatchConfig")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="write modeling_<arch>.py to DIR")
+    parser.add_argument("-o", "--output", type=_path, metavar="DIR", help="write modeling_<arch>.py to DIR")
     parser.add_argument("--diff", action="store_true", help="show, or with -o write, the diff against upstream")
     parser.add_argument("-v", "--verbose", action="store_true", help="list each patch")
     parser.add_argument("--dry-run", action="store_true", help="apply the patches and write nothing")
@@ -90,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="VERSION",
         help="releases to use instead of the installed one; downloaded when needed",
     )
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="use another lock file")
-    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="use another cache (default: $OPSLOT_CACHE)")
+    parser.add_argument("--lock", type=_path, metavar="FILE", help="use another lock file")
+    parser.add_argument("--cache-dir", type=_path, metavar="DIR", help="use another cache (default: $OPSLOT_CACHE)")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 

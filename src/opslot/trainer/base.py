@@ -122,7 +122,7 @@ class BaseTrainer(ABC):
         self.inputs: RunInputs = validate(config)
         for warning in self.inputs.warnings:
             self.print(f"warning: {warning}")
-        self.output_dir = Path(config.train.output_dir).expanduser()
+        self.output_dir = Path(config.train.output_dir)
         self._lock = OutputLock(self.output_dir)
         self.state = start_processes(config)
         self.device = self.state.device

@@ -107,6 +107,7 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
     from opslot.trainer.display import kernel_table
 
     trainer = _trainer_class(config.task)(config, console=console)
+    config = trainer.config
     kernels = explain(trainer.model)
     if len(kernels):
         trainer.console.print(kernel_table(kernels))

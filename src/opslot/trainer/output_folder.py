@@ -24,7 +24,7 @@ def check_output(train: TrainConfig, problems: list[str]) -> Path | None:
     if not train.output_dir:
         problems.append("train.output_dir is empty; set it to a folder")
         return None
-    output = Path(train.output_dir).expanduser()
+    output = Path(train.output_dir)
     problem = _unwritable(output) or _unwritable(output / CHECKPOINTS)
     if problem:
         problems.append(f"train.output_dir: {problem}")
@@ -39,7 +39,7 @@ def check_output(train: TrainConfig, problems: list[str]) -> Path | None:
         return None
     if train.checkpoint.resume_from == "latest":
         return _latest(output / CHECKPOINTS, present, problems)
-    wanted = Path(train.checkpoint.resume_from).expanduser()
+    wanted = Path(train.checkpoint.resume_from)
     if not is_complete(wanted):
         what = "not a complete checkpoint" if wanted.exists() else "no such folder"
         known = ", ".join(path.name for path in present) or "none"

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import os
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot.trainer.config import RunConfig
 from opslot.trainer.field_hints import known_elsewhere
+from opslot.trainer.paths import with_home
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -55,7 +57,7 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
     argv = [str(source)] if isinstance(source, str | Path) else [str(argument) for argument in source]
     values: dict[str, Any] = {}
     if argv and not argv[0].startswith("-"):
-        values = _read_yaml(Path(argv.pop(0)))
+        values = _read_yaml(Path(os.path.expanduser(argv.pop(0))))
     problems: list[str] = []
     schema = _leaf_types(RunConfig)
     parser = build_parser()
@@ -67,7 +69,8 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
     complete = copy.deepcopy(_defaults())
     complete.update(namespace)
     parsed = parser.instantiate_classes(complete)
-    return RunConfig(**{section.name: getattr(parsed, section.name) for section in dataclasses.fields(RunConfig)})
+    sections = {section.name: getattr(parsed, section.name) for section in dataclasses.fields(RunConfig)}
+    return with_home(RunConfig(**sections))
 
 
 # What a first run sets; `opslot train --help-all` lists the others.

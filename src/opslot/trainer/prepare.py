@@ -82,7 +82,7 @@ def _base_of(config: RunConfig) -> tuple[str | None, str | None]:
     base = config.model.model_path
     if base is None:
         return None, None
-    return split_repo_id(base) if is_repo_id(base) else (str(Path(base).expanduser().resolve()), None)
+    return split_repo_id(base) if is_repo_id(base) else (str(Path(base).resolve()), None)
 
 
 def _parallelize(

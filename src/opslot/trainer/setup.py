@@ -21,6 +21,7 @@ from opslot.checkpoint.adapters import FROM_WEIGHTS
 from opslot.distributed import ParallelState, init_parallel_state
 from opslot.distributed.copy_engine import opened_bytes
 from opslot.trainer.config import RunConfig
+from opslot.trainer.paths import with_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,8 +38,9 @@ logger = get_logger(__name__)
 
 
 def with_defaults(config: RunConfig) -> RunConfig:
-    """`config` with `train.fsdp.param_dtype` and `train.lr` set, whose defaults depend on other fields and the GPU."""
-    config = _with_default_precision(config)
+    """`config` with "~" expanded, and with `train.fsdp.param_dtype` and `train.lr` set, whose defaults depend on other
+    fields and the GPU."""
+    config = _with_default_precision(with_home(config))
     if config.train.lr is not None:
         return config
     lr = _LR if config.model.model_path is None else _LR_OF_CHECKPOINTS

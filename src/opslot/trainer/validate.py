@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
@@ -22,24 +21,13 @@ from opslot.trainer.optimizer_settings import check_optimizer
 from opslot.trainer.output_folder import check_output
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parallel_settings import check_cuda_graphs, check_data_parallel_mode
+from opslot.trainer.paths import PATHS, paths_in
 from opslot.trainer.prompts import prompt_of, prompt_problem
 
 # NumPy seeds have 32 bits, and each rank adds its number.
 _SEEDS = 2**31
 # Beyond these a number is a mistake, of which the machine would run out of memory or never finish a step.
 _LARGEST_BATCH, _MOST_WORKERS = 2**24, 1024
-_PATHS = (
-    "model.config_path",
-    "model.model_path",
-    "model.tokenizer_path",
-    "data.train_path",
-    "data.eval_path",
-    "data.cache_dir",
-    "data.media_dir",
-    "data.chat_template",
-    "train.output_dir",
-    "train.checkpoint.resume_from",
-)
 # Smallest and largest values; None is not checked.
 _AT_LEAST = {
     "train.max_steps": 1,
@@ -147,7 +135,7 @@ def validate(config: RunConfig) -> RunInputs:
     if problems:
         raise _cannot_start(problems)
     if launched_rank() == 0:
-        OutputLock(Path(config.train.output_dir).expanduser()).require_free()
+        OutputLock(Path(config.train.output_dir)).require_free()
     # Last, since weights of the hub take long.
     model_path = local_model(config.model.model_path) if config.model.model_path else None
     return replace(inputs, model_path=model_path, checkpoint=checkpoint, warnings=_no_effect(config))
@@ -197,12 +185,8 @@ def micro_batch_size(train: TrainConfig) -> int:
 
 def _check_paths(config: RunConfig, problems: list[str]) -> None:
     """Paths that no file can have."""
-    for field in _PATHS:
-        value = attrgetter(field)(config)
-        for path in [value] if isinstance(value, str) else value or ():
-            problem = path_problem(path)
-            if problem:
-                problems.append(f"{field}: {problem}")
+    found = ((field, path_problem(path)) for field, path in paths_in(config, PATHS))
+    problems += [f"{field}: {problem}" for field, problem in found if problem]
 
 
 def _no_effect(config: RunConfig) -> list[str]:
@@ -304,7 +288,7 @@ def _sources(data: DataConfig, problems: list[str]) -> list[Source]:
         if unknown or not path:
             what = f"unknown fields {', '.join(map(str, unknown))}" if unknown else "no path"
             problems.append(f"{field}: {what}; each entry is {{path, weight}}")
-        elif not all(isinstance(name, str) and not path_problem(name) for name in _listed(path)):
+        elif not all(isinstance(name, str) for name in (path if isinstance(path, list) else [path])):
             problems.append(f"{field}: path must be a file, a glob, a saved data set or a list of them, found {path!r}")
         elif isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             problems.append(f"{field}: weight must be a number above 0, found {weight!r}")
@@ -314,10 +298,6 @@ def _sources(data: DataConfig, problems: list[str]) -> list[Source]:
     repeated = {source.name for source in sources if [other.name for other in sources].count(source.name) > 1}
     problems += [f"data.train names {name} twice; add their weights" for name in sorted(repeated)]
     return sources
-
-
-def _listed(path: Any) -> list[Any]:
-    return path if isinstance(path, list) else [path]
 
 
 def _check_task(config: RunConfig, problems: list[str]) -> None:
@@ -354,7 +334,7 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
     if template not in (None, "none"):
         if config.task not in ("sft", "vlm"):
             problems.append(f"data.chat_template is for tasks sft and vlm, and task is {config.task}; remove it")
-        elif not Path(str(template)).expanduser().is_file():
+        elif not Path(str(template)).is_file():
             problems.append(f"data.chat_template: no such file: {template}; set it to a Jinja template file, or none")
 
 
