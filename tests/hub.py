@@ -10,14 +10,22 @@ from pathlib import Path
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+NEWER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
+
+
 class Hub:
-    """Serves `repositories`, folders by "models/ORG/NAME" or "datasets/ORG/NAME"; answers 403 for those in `gated`."""
+    """Serves `repositories`, folders by "models/ORG/NAME" or "datasets/ORG/NAME"; answers 403 for those in `gated`.
+
+    Every revision is `COMMIT`, until `move` moves the branch main of a repository.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Path] = {}
         self.gated: set[str] = set()
         self.revisions = {"main", COMMIT}
         self.downloads: list[str] = []
+        self._newer: dict[str, Path] = {}
+        self._requests_before: dict[str, int] = {}
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -35,6 +43,16 @@ class Hub:
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+    def move(self, repository: str, folder: Path, after: int = 0) -> None:
+        """Let main of a repository be a newer commit, with the files in `folder`, after so many requests for main."""
+        self._newer[repository] = folder
+        self._requests_before[repository] = after
+
+    def _moved(self, repository: str) -> bool:
+        """Whether main of a repository is the newer commit at this request for it."""
+        self._requests_before[repository] -= 1
+        return self._requests_before[repository] < 0
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -48,22 +66,27 @@ class Hub:
             return _send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if repository in self.gated:
             return _send(request, 403, b"{}", {"X-Error-Code": "GatedRepo"})
+        revision, file = rest, ""
+        if action == "resolve":
+            revision, _, file = rest.partition("/")
+        commit = COMMIT
+        if repository in self._newer and (revision == NEWER_COMMIT or (revision == "main" and self._moved(repository))):
+            folder, commit = self._newer[repository], NEWER_COMMIT
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         names = [str(file.relative_to(folder)) for file in files]
-        if action in ("revision", "tree") and rest not in self.revisions:
+        if action in ("revision", "tree") and revision not in {*self.revisions, commit}:
             return _send(request, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         if action == "revision":
-            return _send_json(request, {"id": name, "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]})
+            return _send_json(request, {"id": name, "sha": commit, "siblings": [{"rfilename": n} for n in names]})
         if action == "tree":
             sizes = [(name, file.stat().st_size) for name, file in zip(names, files, strict=True)]
             return _send_json(request, [{"type": "file", "path": n, "size": size, "oid": n} for n, size in sizes])
-        file = rest.partition("/")[2]
         if not (folder / file).is_file():
             return _send(request, 404, b"{}", {"X-Error-Code": "EntryNotFound"})
         body = (folder / file).read_bytes()
         if request.command == "GET":
             self.downloads.append(file)
-        return _send(request, 200, body, {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'})
+        return _send(request, 200, body, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'})
 
 
 def _parts(path: str) -> tuple[str, str, str, str]:

@@ -10,12 +10,16 @@ from opslot._base.errors import ConfigError
 from opslot._base.hub import (
     _downloaded_data,
     _downloaded_model,
+    commit_of,
+    hub_name,
     is_repo_id,
     local_data,
     local_model,
     require_safetensors,
 )
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NEWER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 FILES = (
     "config.json",
     "chat_template.jinja",
@@ -256,3 +260,42 @@ def test_files_of_a_model_are_listed_once_before_its_downloads(hub, tmp_path, mo
     local_model("org/name", weights=False)
     local_model("org/name")
     assert listed == [("org/name", None, "model")]
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "pinned"),
+    [
+        ("org/name", "org/name", "org/name@{}"),
+        ("org/name@refs/pr/1", "org/name@refs/pr/1", "org/name@{}"),
+        ("hf://datasets/org/name/a/*.txt", "hf://datasets/org/name", "hf://datasets/org/name@{}/a/*.txt"),
+        ("hf://datasets/org/name@v1/*.txt", "hf://datasets/org/name@v1", "hf://datasets/org/name@{}/*.txt"),
+        ("hf://datasets/org/name@a%2Fb/c", "hf://datasets/org/name@a/b", "hf://datasets/org/name@{}/c"),
+        ("hf://datasets/org/name", "hf://datasets/org/name", "hf://datasets/org/name@{}/"),
+    ],
+)
+def test_names_with_a_commit(name, repository, pinned):
+    parts = hub_name(name)
+    assert parts.repository == repository
+    assert not parts.has_commit
+    assert parts.at(COMMIT) == pinned.format(COMMIT)
+    assert hub_name(parts.at(COMMIT)).has_commit
+
+
+@pytest.mark.parametrize("name", ["./org/name", "data/*.txt", "hf://datasets/org", "a/b/c"])
+def test_names_that_are_not_of_the_hub(name):
+    assert hub_name(name) is None
+
+
+def test_commit_of_a_branch_without_a_connection_is_the_last_one_read(hub, tmp_path, monkeypatch):
+    hub.repositories["models/org/name"] = write(tmp_path / "remote", "config.json")
+    hub.repositories["datasets/org/name"] = tmp_path / "remote"
+    model, data = hub_name("org/name"), hub_name("hf://datasets/org/name/*.txt")
+    assert commit_of(model) == commit_of(data) == COMMIT
+    hub.move("models/org/name", tmp_path / "remote")
+    assert commit_of(model) == NEWER_COMMIT
+    assert commit_of(data) == COMMIT
+    assert commit_of(hub_name("org/name@v2")) is None
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert commit_of(model) == NEWER_COMMIT
+    assert commit_of(data) == COMMIT
+    assert commit_of(hub_name("org/other")) is None

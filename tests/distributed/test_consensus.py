@@ -6,7 +6,7 @@ import time
 import pytest
 
 from opslot._base.errors import ConfigError
-from opslot.distributed import consensus, fail_together
+from opslot.distributed import consensus, fail_together, init_parallel_state, wait_for_ranks
 
 SCRIPT = """
 import os, sys, time
@@ -135,6 +135,23 @@ def test_ranks_exit_together_without_an_error(start):
     results, _ = ended(start("fine"))
     assert [code for code, _ in results] == [0, 0]
     assert "done 1" in results[1][1]
+
+
+def wait_for_a_late_rank(folder):
+    rank = init_parallel_state(device_type="cpu").rank
+    found = []
+    for number in range(2):
+        file = folder / str(number)
+        if rank == number:
+            time.sleep(0.2)
+            file.touch()
+        wait_for_ranks()
+        found.append(file.exists())
+    return found
+
+
+def test_all_ranks_are_waited_for(ranks, tmp_path):
+    assert ranks.run(wait_for_a_late_rank, tmp_path) == [[True, True], [True, True]]
 
 
 def test_fail_together_does_nothing_in_a_single_process():

@@ -1,15 +1,22 @@
 """Runs whose model and data are on the Hugging Face hub."""
 
 import json
+import shutil
 
 import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import opslot
+from opslot._base.hub import _downloaded_data, _downloaded_model, require_safetensors
 from opslot.checkpoint.adapters import has_adapters, load_adapter
 from opslot.cli import main
-from tests.trainer.runs import losses
+from opslot.trainer import load_config
+from opslot.trainer.callbacks.base import Callback
+from tests.trainer.runs import curve, losses, trainer_of
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NEWER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture
@@ -28,7 +35,9 @@ def base(hub, settings, model_folder, text_folder, tmp_path):
 def test_the_same_as_local_files(train, settings, base, text_folder, tmp_path):
     code, _, err = train()
     assert code == 0, err
-    assert yaml.safe_load((tmp_path / "out/config.yaml").read_text())["model"]["model_path"] == "org/model"
+    recorded = load_config(tmp_path / "out/config.yaml")
+    assert recorded.model.model_path == f"org/model@{COMMIT}"
+    assert recorded.data.train_path == f"hf://datasets/org/texts@{COMMIT}/*.txt"
     settings["model"]["model_path"] = str(base)
     settings["data"]["train_path"] = f"{text_folder}/*.txt"
     assert train("--train.output_dir", str(tmp_path / "local"))[0] == 0
@@ -67,7 +76,7 @@ def test_adapters_name_the_model_of_the_hub(train, settings, hub, base, tmp_path
     assert code == 0, err
     adapter = tmp_path / "out/hf"
     saved = json.loads((adapter / "adapter_config.json").read_text())
-    assert (saved["base_model_name_or_path"], saved["revision"]) == ("org/model", "main")
+    assert (saved["base_model_name_or_path"], saved["revision"]) == ("org/model", COMMIT)
     assert main(["generate", str(adapter), "--prompt", "1 and", "--max-new-tokens", "2", "--device", "cpu"]) == 0
     hub.repositories["models/org/adapter"] = adapter
     assert main(["merge", "org/adapter", str(tmp_path / "merged")]) == 0
@@ -81,7 +90,7 @@ def test_model_without_safetensors_raises_before_data_is_downloaded(train, hub, 
     (base / "model.safetensors").rename(base / "pytorch_model.bin")
     code, _, err = train()
     assert code == 2
-    assert "org/model has no safetensors that Transformers reads\n    found: pytorch_model.bin" in err
+    assert f"org/model@{COMMIT} has no safetensors that Transformers reads\n    found: pytorch_model.bin" in err
     assert hub.downloads == []
 
 
@@ -98,3 +107,110 @@ def test_commands_take_models_of_the_hub(base, hub, capsys, command):
     arguments = ["--model", "org/model"] if command == "bench" else ["org/model"]
     assert main([command, *arguments, *options.get(command, [])]) == 0
     assert "model.safetensors" not in hub.downloads
+
+
+@pytest.fixture
+def newer(base, text_folder, tmp_path):
+    """Folders of another model and other texts, for newer commits."""
+    model, texts = tmp_path / "newer_model", tmp_path / "newer_texts"
+    shutil.copytree(base, model)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).save_pretrained(model)
+    texts.mkdir()
+    for file in text_folder.iterdir():
+        (texts / file.name).write_text(file.read_text()[::-1])
+    return model, texts
+
+
+@pytest.fixture
+def stopped(settings, hub, base, newer, train, tmp_path):
+    """Losses of a whole run; another run of it was stopped before main of its model and of its data moved."""
+    settings["train"] |= {"checkpoint.save_steps": 2, "checkpoint.resume_from": "latest", "lr_scheduler": "constant"}
+    assert train("--train.output_dir", str(tmp_path / "whole"))[0] == 0
+
+    class Stop(Callback):
+        def on_step_end(self, trainer, record):
+            if record.step == 3:
+                raise KeyboardInterrupt
+
+    trainer = trainer_of(settings, tmp_path)
+    trainer.callbacks.append(Stop())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    hub.move("models/org/model", newer[0])
+    hub.move("datasets/org/texts", newer[1])
+    for function in (require_safetensors, _downloaded_model, _downloaded_data):
+        function.cache_clear()
+    return curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_resumed_run_reads_the_same_commits(train, stopped, tmp_path, monkeypatch, offline):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    code, out, err = train()
+    assert code == 0, err
+    assert "changed since that checkpoint: model" not in out
+    assert "changed since that checkpoint: data" not in out
+    assert curve(tmp_path / "out") == stopped
+    assert load_config(tmp_path / "out/config.yaml").model.model_path == f"org/model@{COMMIT}"
+
+
+def test_recorded_configuration_resumes_too(train, stopped, tmp_path):
+    """And its checkpoints keep the commits of the names that the run was started with."""
+    recorded = str(tmp_path / "out/config.yaml")
+    last = trainer_of(yaml.safe_load((tmp_path / "out/config.yaml").read_text()), tmp_path)
+    last.train()
+    assert curve(tmp_path / "out") == stopped
+    assert load_config(recorded).model.model_path == f"org/model@{COMMIT}"
+    code, out, err = train("--train.max_steps", "5")
+    assert code == 0, err
+    assert "changed since that checkpoint: train.max_steps" in out
+    assert "changed since that checkpoint: model" not in out
+
+
+def test_other_revision_that_is_named_is_read(train, stopped, tmp_path):
+    code, out, err = train("--model.model_path", "org/model@main")
+    assert code == 0, err
+    change = f"changed since that checkpoint: model.model_path: org/model@{COMMIT} -> org/model@{NEWER_COMMIT}"
+    assert change in out
+    assert "data.train_path" not in out
+    newer_data = ["--data.train_path", "hf://datasets/org/texts@main/*.txt", "--train.max_steps", "5"]
+    code, _, err = train(*newer_data)
+    assert code == 2
+    assert "data.allow_changes" in err
+    code, _, err = train(*newer_data, "--data.allow_changes", "true")
+    assert code == 0, err
+    # A name without a revision is not another one.
+    code, _, err = train("--train.max_steps", "6")
+    assert code == 0, err
+    assert load_config(tmp_path / "out/config.yaml").data.train_path == f"hf://datasets/org/texts@{NEWER_COMMIT}/*.txt"
+
+
+@pytest.mark.usefixtures("base")
+def test_branch_that_moves_while_ranks_start_is_read_once(torchrun, settings, hub, newer, tmp_path, monkeypatch):
+    hub.move("models/org/model", newer[0], after=1)
+    hub.move("datasets/org/texts", newer[1], after=1)
+    for name, value in {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    settings["train"]["max_steps"] = 2
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    process = torchrun(2, str(file))
+    _, err = process.communicate()
+    assert process.poll() == 0, err
+    recorded = load_config(tmp_path / "out/config.yaml")
+    assert recorded.model.model_path == f"org/model@{COMMIT}"
+    snapshots = sorted((tmp_path / "home/hub").glob("*/snapshots/*"))
+    assert [folder.name for folder in snapshots] == [COMMIT, COMMIT]
+    assert hub.downloads.count("model.safetensors") == 1
+
+
+def test_commit_that_is_not_found_raises(train, settings, base, monkeypatch):
+    monkeypatch.setattr("opslot.trainer.commits.commit_of", lambda name: None)
+    code, _, err = train()
+    assert code == 2
+    assert "model.model_path: the commit of org/model was not found" in err

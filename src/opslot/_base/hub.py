@@ -6,17 +6,18 @@ Files are downloaded once per machine, into Hugging Face's cache. `HF_HOME`, `HF
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import glob
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from opslot._base.errors import ConfigError
-from opslot._base.files import missing_path_hint, weights_in_other_formats
+from opslot._base.files import missing_path_hint, weights_in_other_formats, write_text
 from opslot._base.launcher import is_first_local_rank
 
 DATASETS = "hf://datasets/"
@@ -24,7 +25,8 @@ _ID = r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 _MODEL = re.compile(_ID + r"(@(?P<revision>[\w./-]+))?")
 _FILES = (".json", ".yaml", ".yml")
 # A path follows the revision, so in a revision other than the hub's own a slash is written as %2F.
-_DATA = re.compile(DATASETS + _ID + r"(@(?P<revision>refs/(pr|convert)/[\w.-]+|[\w.%-]+))?/(?P<files>.+)")
+_DATA = re.compile(DATASETS + _ID + r"(@(?P<revision>refs/(pr|convert)/[\w.-]+|[\w.%-]+))?(/(?P<files>.*))?")
+_COMMIT = re.compile("[0-9a-f]{40}")
 _URL = re.compile(r"(https?://(huggingface\.co|hf\.co)/|hf://)(datasets/)?" + _ID + r"(/.*)?")
 # Configs, tokenizers, processors, and code that ships with a model.
 _SMALL = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
@@ -33,6 +35,79 @@ _WEIGHTS = ("*.safetensors", "spk_dict.pt")
 # The same weights in other layouts.
 _COPIES = ("*/*.safetensors", "consolidated*")
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
+
+
+class HubName(NamedTuple):
+    """A model of the hub, or files or a folder of a data set, by their name in a configuration.
+
+    Attributes:
+        revision: a branch, a tag or a commit; None is the repository's default branch.
+        files: of a data set, a path or a glob; None for a model.
+    """
+
+    repo: str
+    revision: str | None
+    files: str | None = None
+
+    @property
+    def repo_type(self) -> str | None:
+        """As `huggingface_hub` takes it."""
+        return None if self.files is None else "dataset"
+
+    @property
+    def repository(self) -> str:
+        """The name without files: what is read at one commit."""
+        revision = "" if self.revision is None else f"@{self.revision}"
+        return f"{'' if self.files is None else DATASETS}{self.repo}{revision}"
+
+    @property
+    def has_commit(self) -> bool:
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    def at(self, commit: str) -> str:
+        """The name with a commit as its revision."""
+        files = "" if self.files is None else f"/{self.files}"
+        return f"{self._replace(revision=commit).repository}{files}"
+
+
+def hub_name(name: str) -> HubName | None:
+    """The parts of a name of the hub; None for a local path."""
+    if name.startswith(DATASETS):
+        data = _DATA.fullmatch(name)
+        revision = data and data["revision"] and unquote(data["revision"])
+        return HubName(data["id"], revision, data["files"] or "") if data else None
+    return HubName(*split_repo_id(name)) if is_repo_id(name) else None
+
+
+def commit_of(name: HubName) -> str | None:
+    """The commit that a revision has now, or without a connection had when it was last read; None if it is not found.
+
+    Huggingface_hub's cache records it, as it does when it downloads files of a revision itself.
+    """
+    from huggingface_hub import HfApi, errors
+
+    if name.has_commit:
+        return name.revision
+    record = _cache_folder(name) / "refs" / (name.revision or "main")
+    try:
+        info = HfApi().repo_info(name.repo, revision=name.revision or "main", repo_type=name.repo_type, expand=["sha"])
+    except errors.RevisionNotFoundError:
+        return None
+    except Exception:  # the HTTP errors of huggingface_hub differ between its releases
+        return record.read_text().strip() if record.is_file() else None
+    if info.sha is not None:
+        # A cache that cannot be written is an error of the download.
+        with contextlib.suppress(OSError):
+            write_text(record, info.sha)
+    return info.sha
+
+
+def _cache_folder(name: HubName) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = repo_folder_name(repo_id=name.repo, repo_type=name.repo_type or "model")
+    return Path(constants.HF_HUB_CACHE).expanduser().resolve() / folder
 
 
 def is_repo_id(name: str | os.PathLike[str]) -> bool:
@@ -137,14 +212,13 @@ def local_data(name: str) -> str:
 
 @functools.cache
 def _downloaded_data(name: str) -> str:
-    match = _DATA.fullmatch(name)
-    if match is None:
+    parts = hub_name(name)
+    if parts is None or not parts.files:
         raise ConfigError(
             f"{name} does not name files of a data set of the Hugging Face hub",
             hint=f"write {DATASETS}ORG/NAME/FILES, where FILES is a path or a glob such as **/train*.parquet",
         )
-    repo, files = match["id"], match["files"]
-    revision = unquote(match["revision"]) if match["revision"] else None
+    repo, revision, files = parts.repo, parts.revision, parts.files
     # In a glob, "**/" also matches no folder, and "*" no slash; both differ in the patterns of huggingface_hub.
     patterns = [files, files.replace("**/", "")]
     has_deeper = "**" in files or files.endswith("/")

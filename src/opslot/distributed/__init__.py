@@ -7,6 +7,7 @@ from opslot.distributed.consensus import (
     on_all_ranks,
     on_first_rank,
     sum_over_ranks,
+    wait_for_ranks,
 )
 from opslot.distributed.dummy import dummy_forward
 from opslot.distributed.expert_parallel import ExpertParallel
@@ -68,4 +69,5 @@ __all__ = [
     "sum_over_ranks",
     "ulysses_attention",
     "unpad_tensor",
+    "wait_for_ranks",
 ]

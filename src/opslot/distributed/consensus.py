@@ -1,6 +1,7 @@
 """All ranks agree, or all fail together.
 
 - `gather_objects` and `sum_over_ranks` give every rank the same values;
+- `wait_for_ranks` is a barrier without a time limit;
 - `on_all_ranks` and `on_first_rank` run a function that may fail on some ranks: then it fails on all, with one error;
 - `fail_together` covers everything else: an exception or a kill on one rank ends the others within seconds, also those
   that wait in a collective.
@@ -92,6 +93,19 @@ def on_first_rank(function: Callable[[], T], group: ProcessGroup | None = None) 
     return on_all_ranks(lambda: function() if is_first_rank() else None, group)[0]  # type: ignore[return-value]
 
 
+def wait_for_ranks() -> None:
+    """Wait for all ranks without the time limit of a collective: they may have downloaded for hours.
+
+    Inside `fail_together`, a rank that fails meanwhile ends the others.
+    """
+    if not has_process_group() or dist.get_world_size() == 1:
+        return
+    number = next(_waits.setdefault(dist.distributed_c10d._get_default_group(), itertools.count()))
+    store = dist.PrefixStore(f"opslot/wait/{number}", _own_connection())
+    store.add(_SEEN, 1)
+    _await_count(store, _SEEN, dist.get_world_size())
+
+
 def root_cause(error: BaseException) -> str:
     """The message of `error`; for an error with those of several ranks, the first one with its rank."""
     failures = getattr(error, "failures", None)
@@ -108,7 +122,8 @@ _GRACE_SECONDS = 5.0
 _SHOWN_SECONDS = 1.0
 # torchrun ends all ranks as soon as one exits, so the rank with the error message should exit first.
 _LEAD_SECONDS = 1.0
-# Numbers the uses of a group's store, so that their keys differ.
+# Number the uses of a group's store, so that their keys differ.
+_waits: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 

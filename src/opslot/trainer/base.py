@@ -24,6 +24,7 @@ from opslot.distributed import (
     on_first_rank,
     shard_sequence,
     sum_over_ranks,
+    wait_for_ranks,
 )
 from opslot.distributed.gradient_norm import clip_grad_norm_on_host
 from opslot.models._own_loss import call_with_share_of_loss
@@ -44,6 +45,7 @@ from opslot.trainer.callbacks.writers import (
     WandbCallback,
 )
 from opslot.trainer.checkpointing import CHECKPOINTS, find_checkpoints
+from opslot.trainer.commits import with_commits
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
 from opslot.trainer.lora import without_gradient
@@ -116,10 +118,12 @@ class BaseTrainer(ABC):
     def __init__(
         self, config: RunConfig, callbacks: Sequence[Callback] | None = None, console: Console | None = None
     ) -> None:
-        config = with_defaults(config)
+        config, self.commits = on_first_rank(lambda: with_commits(with_defaults(config)))
         self.config = config
         self.console = console or make_console()
         self.inputs: RunInputs = validate(config)
+        # Each machine downloads models and data of the hub, and the slowest one may take hours.
+        wait_for_ranks()
         for warning in self.inputs.warnings:
             self.print(f"warning: {warning}")
         self.output_dir = Path(config.train.output_dir)
@@ -315,6 +319,7 @@ class BaseTrainer(ABC):
                     "tokens_seen": self.tokens_seen,
                     "data": self.batches.state_dict(),
                     "config": asdict(self.config),
+                    "commits": self.commits,
                     "loss_scale": self.loss_scaler.state_dict(),
                     "best": self.best.state_dict(),
                     "random": gather_objects(random_states()),

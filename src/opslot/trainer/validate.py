@@ -15,6 +15,7 @@ from opslot._base.hub import is_repo_id, local_model, require_safetensors
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.data.config import DataConfig
 from opslot.data.sources import find_files
+from opslot.trainer.commits import require_commits
 from opslot.trainer.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from opslot.trainer.lora_settings import check_lora
 from opslot.trainer.optimizer_settings import check_optimizer
@@ -136,6 +137,7 @@ def validate(config: RunConfig) -> RunInputs:
         raise _cannot_start(problems)
     if launched_rank() == 0:
         OutputLock(Path(config.train.output_dir)).require_free()
+    require_commits(config)
     # Last, since weights of the hub take long.
     model_path = local_model(config.model.model_path) if config.model.model_path else None
     return replace(inputs, model_path=model_path, checkpoint=checkpoint, warnings=_no_effect(config))
