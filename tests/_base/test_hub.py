@@ -2,15 +2,18 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
 from opslot._base import hub as hub_module
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, DataError
 from opslot._base.hub import (
     _downloaded_data,
     _downloaded_model,
     commit_of,
+    data_folder,
+    downloaded,
     hub_name,
     is_repo_id,
     local_data,
@@ -299,3 +302,35 @@ def test_commit_of_a_branch_without_a_connection_is_the_last_one_read(hub, tmp_p
     assert commit_of(model) == NEWER_COMMIT
     assert commit_of(data) == COMMIT
     assert commit_of(hub_name("org/other")) is None
+
+
+def test_files_beside_data_are_downloaded_as_they_are_read(hub, tmp_path):
+    hub.repositories["datasets/org/name"] = write(tmp_path / "remote", "data/a.jsonl", "images/1.png", "images/2.png")
+    folder = Path(local_data("hf://datasets/org/name/data/*.jsonl")).parent
+    assert data_folder("hf://datasets/org/name/data") == folder
+    for _ in range(2):
+        assert downloaded(folder / "../images/1.png").read_text() == "contents of images/1.png"
+    assert hub.downloads == ["data/a.jsonl", "images/1.png"]
+    with pytest.raises(FileNotFoundError, match="the data set org/name has no such file"):
+        downloaded(folder / "../images/3.png")
+
+
+def test_files_of_other_folders_are_not_downloaded(hub, tmp_path):
+    missing = tmp_path / "images/1.png"
+    assert downloaded(missing) == missing
+
+
+def test_file_beside_data_without_a_connection_raises(hub, tmp_path, monkeypatch):
+    hub.repositories["datasets/org/name"] = write(tmp_path / "remote", "a.jsonl", "1.png")
+    folder = data_folder("hf://datasets/org/name")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"1\.png of the data set org/name cannot be downloaded") as raised:
+        downloaded(folder / "1.png")
+    assert "found: HF_HUB_OFFLINE is set" in str(raised.value)
+    assert "hint: unset HF_HUB_OFFLINE" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["hf://datasets/org", "hf://datasets/org/missing"])
+def test_folder_of_no_data_set_raises(hub, name):
+    with pytest.raises(ConfigError, match="is not a folder of a data set"):
+        data_folder(name)

@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from transformers import image_utils
 
+from opslot._base.errors import DataError
+from opslot._base.hub import data_folder
 from opslot.data.multimodal import audio, media, seeking
 from opslot.data.multimodal.audio import load_audio, load_audio_track
 from opslot.data.multimodal.containers import missing_bytes
@@ -558,3 +560,15 @@ def test_rotated_video_is_upright(tmp_path):
 
 def test_frames_have_no_audio_track(tmp_path):
     assert load_audio_track({"frames": [str(draw(tmp_path / "1.png", 1))]}, tmp_path, 16_000) is None
+
+
+def test_image_of_the_hub_that_cannot_be_downloaded_is_not_a_bad_sample(hub, tmp_path, monkeypatch):
+    hub.repositories["datasets/org/name"] = draw(tmp_path / "remote/1.png", 1).parent
+    folder = data_folder("hf://datasets/org/name")
+    with pytest.raises(MediaError, match=r"2\.png cannot be read \(the data set org/name has no such file"):
+        load_image("2.png", folder, Limits())
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(DataError, match=r"1\.png of the data set org/name cannot be downloaded"):
+            load_image("1.png", folder, Limits())
+    assert load_image("1.png", folder, Limits()).size == load_image("1.png", tmp_path / "remote", Limits()).size

@@ -13,6 +13,7 @@ from opslot.checkpoint.adapters import has_adapters, load_adapter
 from opslot.cli import main
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.base import Callback
+from tests.multimodal import write_model, write_samples
 from tests.trainer.runs import curve, losses, trainer_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -214,3 +215,23 @@ def test_commit_that_is_not_found_raises(train, settings, base, monkeypatch):
     code, _, err = train()
     assert code == 2
     assert "model.model_path: the commit of org/model was not found" in err
+
+
+@pytest.mark.parametrize(("workers", "data"), [(0, "of_hub"), (1, "of_hub"), (0, "local")])
+def test_images_beside_data_of_the_hub(train, settings, hub, tmp_path, workers, data):
+    settings["task"] = "vlm"
+    samples = write_samples(tmp_path / "samples").parent
+    hub.repositories = {"models/org/vlm": write_model(tmp_path / "vlm"), "datasets/org/images": samples}
+    settings["model"] = {"config_path": "org/vlm"}
+    settings["data"] |= {"train_path": "hf://datasets/org/images/*.jsonl", "max_seq_len": 96, "num_workers": workers}
+    if data == "local":
+        (samples / "chat.jsonl").rename(tmp_path / "chat.jsonl")
+        settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "media_dir": "hf://datasets/org/images"}
+    settings["train"] |= {"global_batch_size": 2, "lr": 1e-3}
+    code, _, err = train()
+    assert code == 0, err
+    images = {str(file.relative_to(samples)) for file in samples.rglob("*.png")}
+    assert images
+    assert images <= set(hub.downloads)
+    if data == "local":
+        assert load_config(tmp_path / "out/config.yaml").data.media_dir == f"hf://datasets/org/images@{COMMIT}/"

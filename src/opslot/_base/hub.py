@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, DataError
 from opslot._base.files import missing_path_hint, weights_in_other_formats, write_text
 from opslot._base.launcher import is_first_local_rank
 
@@ -27,6 +27,8 @@ _FILES = (".json", ".yaml", ".yml")
 # A path follows the revision, so in a revision other than the hub's own a slash is written as %2F.
 _DATA = re.compile(DATASETS + _ID + r"(@(?P<revision>refs/(pr|convert)/[\w.-]+|[\w.%-]+))?(/(?P<files>.*))?")
 _COMMIT = re.compile("[0-9a-f]{40}")
+# A file of a data set in the cache.
+_CACHED = re.compile(r"(?P<cache>.+)/datasets--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
 _URL = re.compile(r"(https?://(huggingface\.co|hf\.co)/|hf://)(datasets/)?" + _ID + r"(/.*)?")
 # Configs, tokenizers, processors, and code that ships with a model.
 _SMALL = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
@@ -94,7 +96,8 @@ def commit_of(name: HubName) -> str | None:
     except errors.RevisionNotFoundError:
         return None
     except Exception:  # the HTTP errors of huggingface_hub differ between its releases
-        return record.read_text().strip() if record.is_file() else None
+        recorded = record.read_text().strip() if record.is_file() else ""
+        return recorded if _COMMIT.fullmatch(recorded) else None
     if info.sha is not None:
         # A cache that cannot be written is an error of the download.
         with contextlib.suppress(OSError):
@@ -236,6 +239,48 @@ def _downloaded_data(name: str) -> str:
             hint=f"see its files on {_page(repo, 'dataset')}",
         )
     return local
+
+
+def data_folder(name: str) -> Path:
+    """The local folder of hf://datasets/ORG/NAME[@REVISION][/FOLDER], whose files `downloaded` gets as they are read.
+
+    Raises:
+        ConfigError: no such repository or revision.
+    """
+    parts = hub_name(name)
+    commit = parts and commit_of(parts)
+    if parts is None or commit is None:
+        raise ConfigError(
+            f"{name} is not a folder of a data set of the Hugging Face hub, or it cannot be reached",
+            hint=f"write {DATASETS}ORG/NAME or {DATASETS}ORG/NAME/FOLDER, and check the name and the connection",
+        )
+    return _cache_folder(parts) / "snapshots" / commit / (parts.files or "")
+
+
+def downloaded(path: Path) -> Path:
+    """`path`; if it is a missing file in the cached folder of a data set of the hub, it is downloaded first.
+
+    Raises:
+        FileNotFoundError: the data set has no such file.
+        DataError: it cannot be downloaded.
+    """
+    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    cached = None if path.exists() else _CACHED.fullmatch(os.path.normpath(path))
+    if cached is None:
+        return path
+    repo, file = cached["id"].replace("--", "/"), cached["file"]
+    disable_progress_bars()
+    try:
+        hf_hub_download(repo, file, repo_type="dataset", revision=cached["commit"], cache_dir=cached["cache"])
+    except errors.RemoteEntryNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, f"the data set {repo} has no such file") from error
+    except Exception as error:  # as for models
+        found, hint = _problem(error, repo, "dataset")
+        what = f"{file} of the data set {repo} cannot be downloaded from the Hugging Face hub"
+        raise DataError(what, found=found, hint=hint) from error
+    return path
 
 
 def _files_of(repo: str, revision: str | None, repo_type: str) -> list[str]:

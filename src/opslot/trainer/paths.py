@@ -24,7 +24,14 @@ PATHS = (
     "train.checkpoint.resume_from",
 )
 # Those that may name something of the hub.
-OF_HUB = (*PATHS[:5], "data.media_dir")
+OF_HUB = (
+    "model.config_path",
+    "model.model_path",
+    "model.tokenizer_path",
+    "data.train_path",
+    "data.eval_path",
+    "data.media_dir",
+)
 
 
 def paths_in(config: RunConfig, fields: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
+from opslot._base.hub import DATASETS, data_folder
 from opslot.data.encoder import SampleError
 from opslot.data.multimodal.audio import load_audio, load_audio_track
 from opslot.data.multimodal.media import KINDS, Limits, MediaError, load_image, load_video
@@ -41,13 +42,26 @@ class Loaded(NamedTuple):
         return {"use_audio_in_video": True} if any(track is not None for track in self.tracks) else {}
 
 
+def _folder(media_dir: str) -> Path:
+    if media_dir.startswith(DATASETS):
+        return data_folder(media_dir)
+    folder = Path(media_dir).absolute()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"data.media_dir: {folder} is not a folder",
+            hint="name the folder where the paths of the data start, or leave it out",
+        )
+    return folder
+
+
 class MediaLoader:
     """Decodes the images, videos and audio of samples.
 
     Args:
         limits: bounds for decoding.
         use_audio_in_video: read the audio tracks of videos too, as the processors of omni models take them.
-        media_dir: where relative paths start; default the folder of the data file.
+        media_dir: where relative paths start, a folder or one of a data set of the hub; default the folder of the data
+            file.
 
     Raises:
         ConfigError: a media_dir that does not exist, or use_audio_in_video with a processor that does not take it.
@@ -63,12 +77,8 @@ class MediaLoader:
         self.processor: Any = processor
         self.limits = limits or Limits()
         self.use_audio_in_video = use_audio_in_video
-        self.media_dir = None if media_dir is None else Path(media_dir).expanduser().absolute()
-        if self.media_dir is not None and not self.media_dir.is_dir():
-            raise ConfigError(
-                f"data.media_dir: {self.media_dir} is not a folder",
-                hint="name the folder where the paths of the data start, or leave it out",
-            )
+        self.media_dir = None if media_dir is None else _folder(media_dir)
+        self._named = media_dir if media_dir and media_dir.startswith(DATASETS) else self.media_dir
         if use_audio_in_video and not source_has(type(processor), "use_audio_in_video"):
             raise ConfigError(
                 f"data.use_audio_in_video: {type(processor).__name__} does not take the audio of videos",
@@ -80,7 +90,7 @@ class MediaLoader:
         optional = {
             "data.max_fps": self.limits.max_fps,
             "data.use_audio_in_video": self.use_audio_in_video or None,
-            "data.media_dir": self.media_dir and str(self.media_dir),
+            "data.media_dir": self._named and str(self._named),
         }
         return {
             "data.max_pixels": self.limits.max_pixels,

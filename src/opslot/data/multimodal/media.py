@@ -16,6 +16,8 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from opslot._base.errors import DataError
+from opslot._base.hub import downloaded
 from opslot.data.multimodal.containers import missing_bytes
 from opslot.data.multimodal.seeking import selected_frames
 
@@ -93,7 +95,7 @@ def load_image(source: Any, folder: Path, limits: Limits) -> Image:
                 # JPEG decodes at a reduced size, which bounds the memory of huge images.
                 image.draft("RGB", _scaled(image.size, limits.max_pixels))
             image.load()
-        except MediaError:
+        except (MediaError, DataError):
             raise
         except UnidentifiedImageError as error:
             raise MediaError(f"the image {describe(source)} does not decode (unknown format)") from error
@@ -266,7 +268,10 @@ def _bytes_of(value: Any, folder: Path) -> bytes:
     if _URL.match(value) and not value.startswith("file://"):
         raise MediaError(f"{shown} is not downloaded; store the file and give its path")
     try:
-        return _path(value, folder).read_bytes()
+        return downloaded(_path(value, folder)).read_bytes()
+    except DataError:
+        # The file may be fine, so its sample must not be left out.
+        raise
     # ValueError: a null byte. RuntimeError: no home directory.
     except (OSError, ValueError, RuntimeError) as error:
         hint = "" if len(value) < _LONGEST_SHOWN else '; give base64 text as {"base64": ...} or a data: URI'
