@@ -42,8 +42,8 @@ class DataConfig:
         max_fps: frames per second that task vlm samples at most from a video; default all, up to max_frames. Most
             checkpoints were trained at 2.
         use_audio_in_video: read the audio tracks of videos too (omni models).
-        media_dir: folder where relative paths of images, videos and audio start in task vlm; default the folder of the
-            file that names them.
+        media_dir: folder where relative paths of images, videos and audio start in task vlm, also one of a data set of
+            the hub, hf://datasets/ORG/NAME[@REVISION][/FOLDER]; default the folder of the file that names them.
         sample_by: what a document is in a plain text file: the file (above 4 MiB it is split at ends of lines), a line,
             or a paragraph (up to a blank line).
         max_seq_len: tokens per sample; default 2048, or what the model, its tokenizer or `max_tokens_per_batch` allow

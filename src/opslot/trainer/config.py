@@ -114,7 +114,8 @@ class CheckpointConfig:
         export_steps: number of steps between two exports in Hugging Face's format, to <output_dir>/hf_step_<step>; the
             last step is always exported, to <output_dir>/hf. null: no others.
         resume_from: "latest" continues from the newest checkpoint in `output_dir`, or starts at step 1 if there is
-            none; or the folder of a checkpoint.
+            none; or the folder of a checkpoint. Models and data of the hub are read at the commits of the checkpoint,
+            unless another revision is named.
     """
 
     save_steps: int | None = 500
