@@ -77,9 +77,6 @@ def _dispatch(arguments: list[str]) -> int:
         from opslot.patchgen.cli import main as patchgen
 
         return patchgen(arguments[1:])
-    if arguments[:1] == ["port"]:
-        print("opslot: `opslot port` is deprecated, use `opslot discover`", file=sys.stderr)
-        arguments = ["discover", *arguments[1:]]
     if not arguments:
         _parser().print_help(sys.stderr)
         return 2

@@ -100,11 +100,19 @@ class SlotBinding:
         return KERNEL_REGISTRY.op(self.resolution.op_name).field_of(self.resolution.variant)
 
 
-class SkippedPart(NamedTuple):
-    """A part of the model that got no slot, and the modules that it belongs to."""
+@dataclass(frozen=True)
+class SkippedPart:
+    """A part of the architecture that an op might compute and that got no slot.
 
-    part: Skipped
-    paths: tuple[str, ...]
+    Attributes:
+        symbol, op, reason: as `Skipped` has them.
+        modules: FQNs of the modules that it belongs to.
+    """
+
+    symbol: str
+    op: str
+    reason: str
+    modules: tuple[str, ...]
 
 
 class Absent(NamedTuple):
@@ -320,7 +328,7 @@ def _skipped(model: Any) -> tuple[SkippedPart, ...]:
     for path, module in model.named_modules():
         for part in skipped_parts(type(module)):
             paths.setdefault(part, []).append(path)
-    return tuple(SkippedPart(part, tuple(found)) for part, found in paths.items())
+    return tuple(SkippedPart(part.symbol, part.op, part.reason, tuple(found)) for part, found in paths.items())
 
 
 def _absent(
@@ -368,15 +376,15 @@ def _without_slot(
         return []
     where = {(slot.path, slot.kept): "" for slot in of_field}
     if not of_field:
-        for part, paths in skipped:
-            if _selected_by(field, part) and (found := fnmatch.filter(paths, glob)):
+        for part in skipped:
+            if _selected_by(field, part) and (found := fnmatch.filter(part.modules, glob)):
                 where[found[0], part.reason] = f"{part.symbol} has no slot: "
     return [
         (path or "model", f"{name}={value!r}: {part}{why}; use eager or auto") for (path, why), part in where.items()
     ] or None
 
 
-def _selected_by(field: str, part: Skipped) -> bool:
+def _selected_by(field: str, part: SkippedPart) -> bool:
     """Whether `field` selects the kernel of a skipped part."""
     op, (op_name, _, variant) = _op_of(field), part.op.partition("/")
     return op_name == op.name and field == (op.field_of(variant) if variant in op.variants else op.config_field)

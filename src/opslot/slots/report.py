@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from opslot.slots.binding import Binding, SlotBinding
+from opslot.slots.binding import Binding, SkippedPart, SlotBinding
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,6 @@ class BindingRow:
 
 
 @dataclass(frozen=True)
-class SkippedRow:
-    """A part of the architecture that an op might compute and that got no slot.
-
-    Attributes:
-        symbol: class, method or function in Transformers' module.
-        reason: why it keeps Transformers' implementation.
-        modules: FQNs of the modules that it belongs to.
-    """
-
-    symbol: str
-    op: str
-    reason: str
-    modules: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class BindingReport:
     """What `bind`, `apply` and `explain` return; prints as a table.
 
@@ -70,7 +54,7 @@ class BindingReport:
     device: str = ""
     note: str = ""
     dtype: str = ""
-    skipped: tuple[SkippedRow, ...] = ()
+    skipped: tuple[SkippedPart, ...] = ()
 
     def __iter__(self) -> Iterator[BindingRow]:
         return iter(self.rows)
@@ -141,9 +125,9 @@ def make_report(
     # The row of a sub-model has the reason of the parts in it.
     shown = {(s.resolution.op_name, path) for s in binding.slots if not s.slot for path in (s.path, *s.parts)}
     skipped = tuple(
-        SkippedRow(part.symbol, part.op, part.reason, paths)
-        for part, paths in binding.skipped
-        if shown.isdisjoint((part.op.split("/")[0], path) for path in paths)
+        part
+        for part in binding.skipped
+        if shown.isdisjoint((part.op.split("/")[0], path) for path in part.modules)
     )
     return BindingReport(tuple(rows), str(binding.device), note, binding.model_dtype, skipped)
 
