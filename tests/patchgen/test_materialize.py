@@ -206,14 +206,16 @@ def test_xdg_cache_home(monkeypatch, tmp_path):
 
 
 def test_old_entries_are_pruned_and_recent_ones_kept(tmp_path):
-    month = 31 * 24 * 3600
-    for index in range(12):
-        entry = tmp_path / f"entry{index:02}"
-        entry.mkdir()
-        age = index * 60 + (month if index >= 6 else 0)
-        os.utime(entry, (time.time() - age,) * 2)
+    days = {"qwen3": (0, 29, 31, 60), "toy": (40, 50)}
+    for arch, ages in days.items():
+        for age in ages:
+            entry = tmp_path / arch / f"used {age} days ago"
+            entry.mkdir(parents=True)
+            os.utime(entry, (time.time() - age * 24 * 3600,) * 2)
+        (tmp_path / arch / ".lock").touch()
     cache.prune(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"entry{index:02}" for index in range(8)]
+    left = {arch: sorted(entry.name for entry in (tmp_path / arch).iterdir()) for arch in days}
+    assert left == {"qwen3": [".lock", "used 0 days ago", "used 29 days ago"], "toy": [".lock", "used 40 days ago"]}
 
 
 def test_concurrent_processes_with_an_empty_cache(own_cache):

@@ -1,4 +1,4 @@
-"""The cache of generated modules: checked when read, atomic and by one process when written, pruned when it grows."""
+"""The cache of generated modules: checked when read, atomic and by one process when written, without entries that nothing uses."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from opslot._base.files import write_text
 from opslot._base.logging import get_logger
-from opslot.patchgen.names import is_elsewhere
 
 logger = get_logger(__name__)
 
 _SEAL = "# opslot cache, sha256 of all above: "
-_KEPT_PER_ARCH = 8
-_KEPT_ELSEWHERE = 64
 _UNUSED_SECONDS = 30 * 24 * 3600
 _LOCK_FILE = ".lock"
 # Generating takes seconds. A process that waits for longer does it itself.
@@ -170,30 +167,14 @@ def touch(entry: Path) -> None:
             os.utime(entry)
 
 
-def prune(arch_root: Path) -> None:
-    """Remove entries of one architecture that are neither among the most recently used nor used this month.
+def prune(root: Path) -> None:
+    """Remove entries that were not used this month, but the last used one of each architecture.
 
     A process whose entry is removed under it keeps running; the next one generates the entry again.
     """
     with contextlib.suppress(OSError):
-        _remove_unused({entry: entry.stat().st_mtime for entry in _entries(arch_root)}, _KEPT_PER_ARCH)
-
-
-def prune_elsewhere(root: Path) -> None:
-    """As `prune`, of architectures outside Transformers: each version of a checkpoint's code is another one."""
-    with contextlib.suppress(OSError):
-        folders = [folder for folder in root.iterdir() if is_elsewhere(folder.name)]
-        if len(folders) > _KEPT_ELSEWHERE:
-            newest = {f: max((e.stat().st_mtime for e in _entries(f)), default=f.stat().st_mtime) for f in folders}
-            _remove_unused(newest, _KEPT_ELSEWHERE)
-
-
-def _entries(folder: Path) -> list[Path]:
-    return [entry for entry in folder.iterdir() if entry.name != _LOCK_FILE]
-
-
-def _remove_unused(times: Mapping[Path, float], kept: int) -> None:
-    """Remove folders beyond the most recently used that were not used this month, by when each was."""
-    for folder in sorted(times, key=lambda folder: times[folder], reverse=True)[kept:]:
-        if time.time() - times[folder] > _UNUSED_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+        for arch in root.iterdir():
+            used = {entry: entry.stat().st_mtime for entry in arch.iterdir() if entry.name != _LOCK_FILE}
+            for entry in sorted(used, key=used.__getitem__)[:-1]:
+                if time.time() - used[entry] > _UNUSED_SECONDS:
+                    shutil.rmtree(entry, ignore_errors=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opslot._base.errors import PatchError
 from opslot._base.lazy import provider
-from opslot.patchgen.cache import cache_homes, locked, prune, prune_elsewhere, read_sealed, touch, write_sealed
+from opslot.patchgen.cache import cache_homes, locked, prune, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.source import Release, installed_release, is_elsewhere, modeling_module
 
@@ -112,9 +112,7 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
             raise PatchError(
                 f"cannot write {path}", found=error.strerror or str(error), hint="set OPSLOT_CACHE to another directory"
             ) from error
-    prune(path.parents[3])
-    if is_elsewhere(arch):
-        prune_elsewhere(path.parents[4])
+    prune(path.parents[4])
     return path
 
 
