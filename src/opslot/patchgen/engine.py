@@ -25,8 +25,8 @@ from opslot.patchgen.edits import (
 from opslot.patchgen.exclusion import apply_exclude
 from opslot.patchgen.inheritance import apply_inherit_method
 from opslot.patchgen.module_edits import finish_module
-from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
-from opslot.patchgen.replacements import apply_external, apply_modify_init, apply_replacement, apply_undecorated_copy
+from opslot.patchgen.primitives import ExternalReplacement, Replacement
+from opslot.patchgen.replacements import apply_external, apply_replacement, apply_undecorated_copy
 from opslot.patchgen.slotting import (
     apply_decorate,
     apply_slot_calls,
@@ -107,7 +107,6 @@ apply.register(Anchored)(apply_anchored)
 apply.register(InheritMethod)(apply_inherit_method)
 apply.register(Replacement)(apply_replacement)
 apply.register(ExternalReplacement)(apply_external)
-apply.register(ModifyInit)(apply_modify_init)
 apply.register(UndecoratedCopy)(apply_undecorated_copy)
 apply.register(Exclude)(apply_exclude)
 apply.register(Decorate)(apply_decorate)

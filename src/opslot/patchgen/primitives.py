@@ -23,18 +23,27 @@ _DSL_DECORATORS = {"replace_class", "replace_function", "override_method", "modi
 
 @dataclass(frozen=True)
 class Replacement(Edit):
-    """Put the given text in the place of a class, a function or a method; upstream's decorators stay on a method."""
+    """Put the given text in the place of a class, a function or a method, or around a class's `__init__` body.
 
-    kind: Literal["class", "function", "method"] = "class"
+    Upstream's decorators stay on a method.
+    """
+
+    kind: Literal["class", "function", "method", "init"] = "class"
     text: str = ""
     name_map: NameMap = ()
 
     @property
+    def symbols(self) -> tuple[str, ...]:
+        return (f"{self.target}.__init__" if self.kind == "init" else self.target,)
+
+    @property
     def whole(self) -> tuple[str, ...]:
-        return (self.target,)
+        return () if self.kind == "init" else (self.target,)
 
     @property
     def action(self) -> str:
+        if self.kind == "init":
+            return f"extend {self.target}.__init__"
         # Whether a method is replaced or added is known once upstream's class is.
         return f"{'override' if self.kind == 'method' else 'replace'} {self.kind} {self.target}"
 
@@ -51,20 +60,6 @@ class ExternalReplacement(Edit):
     @property
     def whole(self) -> tuple[str, ...]:
         return (self.target,)
-
-
-@dataclass(frozen=True)
-class ModifyInit(Edit):
-    """Add statements around upstream's `__init__` body of the class `target`."""
-
-    ACTION = "extend {target}.__init__"
-
-    text: str = ""
-    name_map: NameMap = ()
-
-    @property
-    def symbols(self) -> tuple[str, ...]:
-        return (f"{self.target}.__init__",)
 
 
 class TextPrimitives:
@@ -108,12 +103,7 @@ class TextPrimitives:
         They go to its end, before a final `self.post_init()`. In a replacement that calls
         `original_init(...)`, what is before that call goes before upstream's body, and the rest after it.
         """
-
-        def add(obj: T) -> T:
-            self.edits.append(ModifyInit(name, description, text=_text_of(obj), name_map=pairs_of(name_map)))
-            return obj
-
-        return add if replacement is None else add(replacement)
+        return self._replacement("init", name, replacement, name_map, description)
 
     def _replacement(
         self, kind: Any, target: str, replacement: Any, name_map: Mapping[str, str] | None, description: str

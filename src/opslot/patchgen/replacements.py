@@ -10,7 +10,7 @@ from opslot._base.errors import PatchError
 from opslot._base.logging import get_logger
 from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.edits import Edit, NameMap, UndecoratedCopy, rename
-from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
+from opslot.patchgen.primitives import ExternalReplacement, Replacement
 from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, splice, walk
 
 logger = get_logger(__name__)
@@ -21,6 +21,9 @@ _MISSPELLED = 0.85
 
 
 def apply_replacement(edit: Replacement, edited: EditedModule) -> None:
+    if edit.kind == "init":
+        _extend_init(edit, edited)
+        return
     new = _definition(edit, edit.text, edit.name_map)
     owner, _, method = edit.target.partition(".")
     new = new.with_changes(name=cst.Name(method or owner))
@@ -66,7 +69,7 @@ def apply_external(edit: ExternalReplacement, edited: EditedModule) -> None:
     edited.module = splice(edited.module, index, index + 1, [line], edited.mark(edit))
 
 
-def apply_modify_init(edit: ModifyInit, edited: EditedModule) -> None:
+def _extend_init(edit: Replacement, edited: EditedModule) -> None:
     target = f"{edit.target}.__init__"
     init = edited.get(target, edit)
     assert isinstance(init, cst.FunctionDef)

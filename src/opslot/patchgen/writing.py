@@ -23,9 +23,14 @@ from opslot.patchgen.edits import (
     UndecoratedCopy,
 )
 from opslot.patchgen.losses import classifier_form
-from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
+from opslot.patchgen.primitives import ExternalReplacement, Replacement
 
-_REPLACEMENTS = {"class": "replace_class", "function": "replace_function", "method": "override_method"}
+_REPLACEMENTS = {
+    "class": "replace_class",
+    "function": "replace_function",
+    "method": "override_method",
+    "init": "modify_init",
+}
 
 
 def patch_source(patch: PatchConfig) -> str:
@@ -88,10 +93,9 @@ def _method_call(edit: Edit) -> str:
             return _call("patch.take_keywords", edit.target)
         case ClassAttribute():
             return _call("patch.set_attribute", edit.target, edit.attribute, edit.value)
-        case Replacement() | ModifyInit():
-            name = _REPLACEMENTS[edit.kind] if isinstance(edit, Replacement) else "modify_init"
+        case Replacement():
             options = {"name_map": dict(edit.name_map)} if edit.name_map else {}
-            return _call(f"patch.{name}", edit.target, edit.text, **options, **_described(edit))
+            return _call(f"patch.{_REPLACEMENTS[edit.kind]}", edit.target, edit.text, **options, **_described(edit))
         case ExternalReplacement():
             made = _call(
                 "create_patch_from_external", edit.target, edit.source_module, edit.source_name, **_described(edit)

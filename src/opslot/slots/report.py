@@ -125,9 +125,7 @@ def make_report(
     # The row of a sub-model has the reason of the parts in it.
     shown = {(s.resolution.op_name, path) for s in binding.slots if not s.slot for path in (s.path, *s.parts)}
     skipped = tuple(
-        part
-        for part in binding.skipped
-        if shown.isdisjoint((part.op.split("/")[0], path) for path in part.modules)
+        part for part in binding.skipped if shown.isdisjoint((part.op.split("/")[0], path) for path in part.modules)
     )
     return BindingReport(tuple(rows), str(binding.device), note, binding.model_dtype, skipped)
 
