@@ -12,9 +12,9 @@ from typing import Any
 OPS, STEPS, BASELINES, OUTPUT = "ops", "training steps of a model", "baselines", "output"
 
 
-def _option(default: Any, help: str, group: str = "", flag: str = "", **settings: Any) -> Any:
+def _option(default: Any, help: str, group: str = "", flag: str = "", least: int | None = None, **settings: Any) -> Any:
     """A field and its option, `flag` where that has another name; `settings` are of `add_argument`."""
-    metadata = {"group": group, "flag": flag, "settings": {"help": help, **settings}}
+    metadata = {"group": group, "flag": flag, "least": least, "settings": {"help": help, **settings}}
     if default is dict:
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -31,7 +31,7 @@ class BenchOptions:
         (), "only these ops (separated by commas), in this order, and no training step", OPS, "--op", metavar="NAMES"
     )
     tokens: int | None = _option(
-        None, "tokens that ops are timed with; default 16384 on a GPU, 512 on a CPU", OPS, metavar="N"
+        None, "tokens that ops are timed with; default 16384 on a GPU, 512 on a CPU", OPS, least=1, metavar="N"
     )
     tune: bool = _option(False, "add the times to this machine's profile, which auto reads (OPSLOT_PROFILE)", OPS)
     compile_ops: bool = _option(True, "leave out torch.compile of eager ops", OPS, "--no-compile-ops")
@@ -48,16 +48,26 @@ class BenchOptions:
         type=os.path.expanduser,
         metavar="CONFIG",
     )
-    layers: int | None = _option(None, "another number of layers", STEPS, metavar="N")
-    batch: int | None = _option(None, "samples of a training step; default 2", STEPS, metavar="N")
-    length: int | None = _option(None, "its tokens per sample; default 8192 on a GPU, 256 on a CPU", STEPS, metavar="N")
+    layers: int | None = _option(None, "another number of layers", STEPS, least=1, metavar="N")
+    batch: int | None = _option(None, "samples of a training step; default 2", STEPS, least=1, metavar="N")
+    length: int | None = _option(
+        None, "its tokens per sample; default 8192 on a GPU, 256 on a CPU", STEPS, least=2, metavar="N"
+    )
     image_size: int = _option(
-        0, "each sample begins with a square image of this side, and --length counts its text", STEPS, metavar="PIXELS"
+        0,
+        "each sample begins with a square image of this side, and --length counts its text",
+        STEPS,
+        least=0,
+        metavar="PIXELS",
     )
     audio_seconds: int = _option(
-        0, "each sample has an audio of S seconds (after its image), and --length counts its text", STEPS, metavar="S"
+        0,
+        "each sample has an audio of S seconds (after its image), and --length counts its text",
+        STEPS,
+        least=0,
+        metavar="S",
     )
-    steps: int = _option(8, "training steps to time; 0 for none; default 8", STEPS, metavar="N")
+    steps: int = _option(8, "training steps to time; 0 for none; default 8", STEPS, least=0, metavar="N")
     steps_only: bool = _option(False, "no ops, only training steps (and the loss curve)", STEPS)
     compile: bool = _option(
         False,
@@ -75,7 +85,7 @@ class BenchOptions:
         dict, "opslot's ops_implementation in the steps", STEPS, "--set", metavar="FIELD=VALUE"
     )
     timeout: int = _option(
-        900, "seconds that one implementation's training steps may take; default 900", STEPS, metavar="S"
+        900, "seconds that one implementation's training steps may take; default 900", STEPS, least=1, metavar="S"
     )
     trace: bool = _option(False, "add torch.profiler's table of a training step", STEPS)
 

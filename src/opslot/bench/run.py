@@ -35,17 +35,6 @@ from opslot.models._layers import with_layers
 from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, write_profile
 
 Report = Callable[[str], None]
-# The last token of a sample has no label, so a sample has at least two.
-_MINIMUM = {
-    "layers": 1,
-    "tokens": 1,
-    "batch": 1,
-    "length": 2,
-    "steps": 0,
-    "timeout": 1,
-    "image_size": 0,
-    "audio_seconds": 0,
-}
 # What kernels support; float64 is the reference.
 _DTYPES = ("bfloat16", "float16", "float32")
 # Batch and sequence length of a training step, by kind of device.
@@ -110,7 +99,6 @@ class _CheckedOptions:
     """The options, checked before anything is measured, and what they name: the device, the models, the text."""
 
     def __init__(self, options: BenchOptions, report: Report) -> None:
-        _check_minimums(options)
         self.device = usable_device(options.device or best_device().torch_type)
         dtype = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
         self.dtype = floating_dtype(dtype, f"--dtype {dtype!r}")
@@ -192,15 +180,6 @@ class _CheckedOptions:
                 audio_tokens(model, options.audio_seconds)
         if options.curve and options.curve < 4:
             raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps", hint="e.g. --curve 200")
-
-
-def _check_minimums(options: BenchOptions) -> None:
-    for name, minimum in _MINIMUM.items():
-        value = getattr(options, name)
-        if value is not None and value < minimum:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} must be at least {minimum}", found=str(value), hint="raise it"
-            )
 
 
 def _op_rows(checked: _CheckedOptions, report: Report) -> Iterator[OpRow]:

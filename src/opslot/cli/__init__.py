@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from opslot import __version__
 from opslot._base.errors import OpslotError
-from opslot.cli.arguments import count, device, names, path, rate, seed, temperature
+from opslot.cli.arguments import at_least, count, device, names, path, rate, seed, temperature
 from opslot.cli.bench import add_bench
 
 _Add = Callable[..., argparse.ArgumentParser]
@@ -310,7 +310,10 @@ def _add_verify(add: _Add) -> None:
     )
     verify.add_argument("--seed", type=seed, default=0, help="of the random inputs")
     verify.add_argument(
-        "--workers", type=int, metavar="N", help="processes that check; default as many as help on a GPU, else none"
+        "--workers",
+        type=at_least(0),
+        metavar="N",
+        help="processes that check; default as many as help on a GPU, else none",
     )
     verify.add_argument("--json", action="store_true", help="print JSON")
 
@@ -326,12 +329,12 @@ def _add_bisect(add: _Add) -> None:
         ),
     )
     _add_model(bisect)
-    bisect.add_argument("--layers", type=int, metavar="N", help="another number of layers, and random weights")
+    bisect.add_argument("--layers", type=count, metavar="N", help="another number of layers, and random weights")
     bisect.add_argument(
         "--device", type=device, default=None, help="cpu, cuda or npu; default a GPU where there is one"
     )
-    bisect.add_argument("--batch", type=int, default=2, metavar="N", help="samples; default 2")
-    bisect.add_argument("--length", type=int, default=64, metavar="N", help="tokens per sample; default 64")
+    bisect.add_argument("--batch", type=count, default=2, metavar="N", help="samples; default 2")
+    bisect.add_argument("--length", type=at_least(2), default=64, metavar="N", help="tokens per sample; default 64")
     bisect.add_argument("--seed", type=seed, default=0, help="of the random tokens and weights")
     bisect.add_argument("--json", action="store_true", help="print JSON")
 

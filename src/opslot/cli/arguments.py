@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 
 def device(text: str) -> str:
@@ -22,34 +25,25 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
-def seed(text: str) -> int:
-    number = int(text)
-    if abs(number) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not a valid seed; take a number below 2**32")
-    return number
+def number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    """What reads a number of that kind, and rejects those that `accepts` does not take."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text} must be {expected}")
+        return value
+
+    # Named in argparse's error for text that is not a number.
+    read.__name__ = "integer" if kind is int else "number"
+    return read
 
 
-def count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
+def at_least(least: int) -> Callable[[str], Any]:
+    return number(int, lambda value: value >= least, f"at least {least}")
 
 
-def temperature(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or a finite number above 0")
-    return number
-
-
-def rate(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
-    return number
-
-
-# Named in argparse's error for text that is not a number.
-count.__name__ = seed.__name__ = "integer"
-temperature.__name__ = rate.__name__ = "number"
+count = at_least(1)
+seed = number(int, lambda value: abs(value) < 2**32, "a number below 2**32")
+temperature = number(float, lambda value: 0 <= value < math.inf, "0 or a finite number above 0")
+rate = number(float, lambda value: 0 < value < math.inf, "a finite number above 0")

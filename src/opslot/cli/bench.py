@@ -10,7 +10,7 @@ from typing import Any
 
 from opslot._base.pairs import pairs
 from opslot.bench.options import BASELINES, OPS, OUTPUT, STEPS, BenchOptions
-from opslot.cli.arguments import device, names, path
+from opslot.cli.arguments import at_least, device, names, path
 
 _EPILOG = """examples:
   opslot bench --op rms_norm                         one op, at its own shapes
@@ -38,6 +38,8 @@ def add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
             settings["action"] = "store_false" if field.default else "store_true"
         elif field.type == _PAIRS:
             settings |= {"action": "append", "default": []}
+        elif field.metadata["least"] is not None:
+            settings["type"] = at_least(field.metadata["least"])
         else:
             settings.setdefault("type", device if field.name == "device" else _TYPES[str(field.type)])
         flag = field.metadata["flag"] or f"--{field.name.replace('_', '-')}"

@@ -12,7 +12,6 @@ import torch
 
 import opslot
 from opslot._base.device import usable_device
-from opslot._base.errors import ConfigError
 from opslot._base.hub import local_model
 from opslot.cli.explain import model_arguments
 from opslot.models import load_config
@@ -27,11 +26,6 @@ def run(options: argparse.Namespace) -> int:
     Uses the weights beside config.json; random ones if there are none or --layers is given.
     """
     batch, length, layers = options.batch, options.length, options.layers
-    if batch < 1 or length < 2 or (layers is not None and layers < 1):
-        raise ConfigError(
-            f"--batch {batch} --length {length}{f' --layers {layers}' if layers is not None else ''} computes no loss",
-            hint="take a batch of 1, 2 tokens and 1 layer, or more",
-        )
     given = model_arguments(options)
     source, configured = given["config_path"], given.pop("run_device", None)
     if layers:

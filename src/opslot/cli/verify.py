@@ -22,8 +22,6 @@ _INTERRUPTED = 130
 def run(options: argparse.Namespace) -> int:
     """Print one row per kernel and dtype with its worst comparison; exit code 1 when a check fails."""
     kernel, workers = options.kernel, options.workers
-    if workers is not None and workers < 0:
-        raise ConfigError(f"--workers {workers} is negative", hint="give 0 (no worker processes) or more")
     ops = options.op
     dtypes = [floating_dtype(name, f"--dtype {name!r}") for name in options.dtype] or DTYPES
     results: list[CheckResult] = []

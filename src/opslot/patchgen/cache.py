@@ -1,4 +1,4 @@
-"""The cache of generated modules: checked when read, atomic and by one process when written, without entries that nothing uses."""
+"""The cache of generated modules: checked when read, written at once by one process, rid of what nothing uses."""
 
 from __future__ import annotations
 
