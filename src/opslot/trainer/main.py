@@ -75,7 +75,8 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
     """
     with contextlib.ExitStack() as before_training:
         before_training.enter_context(stopped_by_signals())
-        from opslot.distributed import destroy_parallel_state, fail_together
+        from opslot.distributed import destroy_parallel_state
+        from opslot.distributed.consensus import fail_together
         from opslot.trainer.display import make_console
         from opslot.trainer.setup import start_processes, with_defaults
 
@@ -104,13 +105,13 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
 def _prepare(config: RunConfig, console: Console) -> TextTrainer:
     """The trainer of a run, which prints what it trains."""
     from opslot.slots import explain
-    from opslot.trainer.display import kernel_table
 
     trainer = _trainer_class(config.task)(config, console=console)
     config = trainer.config
     kernels = explain(trainer.model)
     if len(kernels):
-        trainer.console.print(kernel_table(kernels))
+        # Without the rejected kernels, which are in kernels.txt.
+        trainer.print(str(kernels).partition("\n\n")[0] + "\n")
     processes = f" x {trainer.state.world_size} ({trainer.state})" if trainer.state.world_size > 1 else ""
     size = "at most " if config.data.max_tokens_per_batch else ""
     if trainer.max_steps is None:

@@ -10,6 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.ticker import MaxNLocator
+
 from opslot._base.errors import ConfigError
 from opslot._base.files import write_text
 from opslot.trainer.callbacks.writers import METRICS_FILE, SAMPLES_FILE, read_lines, read_metrics
@@ -215,11 +217,7 @@ def _ticks(values: Sequence[float], from_zero: bool) -> list[float]:
     low = min(low, 0.0) if from_zero else low
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
-    exact = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(exact))
-    size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.999 * exact)
-    first, last = math.floor(low / size + 1e-6), math.ceil(high / size - 1e-6)
-    return [number * size for number in range(first, last + 1)]
+    return [float(tick) for tick in MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high)]
 
 
 def _kernels(record: Mapping[str, Any]) -> Iterator[str]:
