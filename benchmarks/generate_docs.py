@@ -23,11 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from opslot.bench.plots import draw
 from opslot.bench.result import OpRow, Result, Run, StepRow, by_comparison, read
 from opslot.bench.table import curve_text, significant
 from opslot.patchgen.lock import Lock
-from opslot.patchgen.releases import version_key
 from opslot.slots import KERNEL_REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -466,7 +467,7 @@ def architectures() -> str:
         parts = [_part_cell(ops, slots, checked["skipped"]) for ops in _PARTS.values()]
         can = [_can_cell(checked["checks"].get(check)) for check in _CHECKED.values()]
         can.append(", ".join(_modalities(checked)))
-        releases = sorted(lock.archs[arch], key=version_key)
+        releases = sorted(lock.archs[arch], key=Version)
         first = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
         lines.append([f"`{arch}`", *parts, *can, _passed_cell(checked), first, _arch_step_cell(arch)])
     header = ["architecture", *_PARTS, *_CHECKED, "inputs", "checks", "locked releases", "H200 step, tokens/s"]

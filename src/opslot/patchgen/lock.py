@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from packaging.version import Version
+
 from opslot._base.errors import PatchError
 from opslot._base.files import write_text
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import InheritMethod, SlotCalls
 from opslot.patchgen.forms import ModuleView
-from opslot.patchgen.releases import find_release, version_key
+from opslot.patchgen.releases import find_release
 from opslot.patchgen.source import Release, Symbol
 
 T = TypeVar("T")
@@ -92,7 +94,7 @@ class Lock:
         used = {digest for releases in self.archs.values() for entry in releases.values() for digest in entry.values()}
         archs = {}
         for arch, releases in sorted(self.archs.items()):
-            versions = sorted(releases, key=version_key)
+            versions = sorted(releases, key=Version)
             slots = self.slots.get(arch, {})
             archs[arch] = {
                 "releases": " ".join(versions),
@@ -131,8 +133,8 @@ class Lock:
 
     def nearest(self, arch: str, version: str) -> str | None:
         """The locked release to compare with: this one, else the last before it, else the first after it."""
-        locked = sorted(self.archs.get(arch, {}), key=version_key)
-        before = [known for known in locked if version_key(known) <= version_key(version)]
+        locked = sorted(self.archs.get(arch, {}), key=Version)
+        before = [known for known in locked if Version(known) <= Version(version)]
         return before[-1] if before else (locked[0] if locked else None)
 
 

@@ -47,11 +47,6 @@ def find_release(version: str, *, download: bool = True) -> Release:
     return Release(version, folder / PACKAGE)
 
 
-def version_key(version: str) -> tuple[int, ...]:
-    """Sorts versions in their order."""
-    return tuple(int(part) for part in re.findall(r"\d+", version))
-
-
 def _download(version: str, folder: Path) -> None:
     """Fetch a release's wheel with pip and keep its sources in `folder`, which appears whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from opslot._base.errors import ConfigError
 from opslot.models._build import auto_class_name
-from opslot.patchgen.releases import installed_release, version_key
-from opslot.patchgen.source import modeling_module
+from opslot.patchgen.source import installed_release, modeling_module
 from opslot.verify.tiny_sizes import (
     HEADS,
     IMAGE,
@@ -163,7 +164,7 @@ def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool, siz
     values |= _rotary_sections(given, values.get("head_dim") or sizes["hidden_size"] // HEADS)
     values |= {name: _inner_layers(given[name]) for name in given if name.startswith("vision_feature_layer")}
     overrides = OVERRIDES.get(default.model_type, {})
-    if version_key(installed_release().version) < (5, 15):
+    if Version(installed_release().version) < Version("5.15"):
         overrides = {**overrides, **ONE_CHUNK_BEFORE_5_15.get(default.model_type, {})}
     if given.get("is_encoder_decoder"):
         # Not a field of each config class, although the loss needs it.

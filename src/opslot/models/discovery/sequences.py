@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 
+from packaging.version import Version
+
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, ModuleView, names_in
-from opslot.patchgen.releases import version_key
 from opslot.patchgen.source import find_nodes, nodes_below
 from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, ON_GLOBAL_SEQUENCES, UNKNOWN_LAYERS
 
@@ -25,7 +26,7 @@ _MASKS = {
     "create_masks_for_generate",
 }
 # The first release whose masks count chunks from the start of each document.
-_CHUNKS = (5, 23)
+_CHUNKS = Version("5.23")
 # Functions and methods that act per token on [..., tokens, channels], or on none. Sums are those of channels or
 # experts, and indices those of experts.
 _KINDS_PER_TOKEN = {
@@ -377,7 +378,7 @@ def masks_without_positions(module: ModuleView) -> str:
         and methods_that_pad(module).keys() <= calls_to_give_positions(module).keys()
         and not any(_made_for_padding_only(module))
     ):
-        if any(_calls_of(module, {"create_chunked_causal_mask"})) and version_key(module.upstream.version) < _CHUNKS:
+        if any(_calls_of(module, {"create_chunked_causal_mask"})) and Version(module.upstream.version) < _CHUNKS:
             return "its masks count chunks from the start of the row, not from that of each document"
         return ""
     return "its masks are made without position_ids, so packed documents would attend to each other"
