@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import ClassAttribute, Edit, Slot
 from opslot.patchgen.source import Release, UpstreamModule
 from opslot.patchgen.tree import block_of, comment, is_docstring, is_placeholder, splice, walk, with_lines_above
-from opslot.patchgen.unparsed import Unparsed, parse_around_definitions
 
 
 @dataclass
@@ -26,16 +25,13 @@ class ClassSlots:
 
 
 class EditedModule:
-    """A LibCST module with its definitions addressed by symbol, and a record of which edit wrote what.
-
-    Its definitions are parsed when they are used, or by `parse`.
-    """
+    """A LibCST module with its definitions addressed by symbol, and a record of which edit wrote what."""
 
     def __init__(self, patch: PatchConfig, release: Release) -> None:
         self.patch = patch
         self.release = release
         self.upstream: UpstreamModule = release.module(patch.source_module)
-        self.module = parse_around_definitions(self.upstream)
+        self.module = cst.parse_module(self.upstream.text)
         self.class_slots: dict[str, ClassSlots] = {}
         self.imports: dict[str, str] = {}
         self._author: dict[int, Edit] = {}
@@ -61,7 +57,7 @@ class EditedModule:
         index = self.index(symbol.split(".")[0])
         if index is None:
             return None
-        found: cst.CSTNode = self._parsed(index)
+        found: cst.CSTNode = self.module.body[index]
         if "." in symbol:
             position = _position(found, symbol.split(".")[1])
             if position is None:
@@ -75,26 +71,9 @@ class EditedModule:
         """Position of a top-level definition in the module."""
         for index in reversed(range(len(self.module.body))):
             node = self.module.body[index]
-            found = node.name.value if isinstance(node, cst.FunctionDef | cst.ClassDef) else None
-            if name in (found, node.name if isinstance(node, Unparsed) else None):
+            if isinstance(node, cst.FunctionDef | cst.ClassDef) and node.name.value == name:
                 return index
         return None
-
-    def parse(self, needed: Callable[[Unparsed], bool] = lambda text: True) -> None:
-        """Parse the definitions that are needed."""
-        for index, node in enumerate(self.module.body):
-            if isinstance(node, Unparsed) and needed(node):
-                self._parsed(index)
-
-    def _parsed(self, index: int) -> cst.CSTNode:
-        """The statement at a position of the module."""
-        node = self.module.body[index]
-        if not isinstance(node, Unparsed):
-            return node
-        body: list[Any] = list(self.module.body)
-        body[index] = definition = node.parsed()
-        self.module = self.module.with_changes(body=body)
-        return definition
 
     def put(self, symbol: str, new: cst.CSTNode) -> None:
         """Put `new` in the place of a definition; a method that the class lacks goes to its end."""
@@ -102,7 +81,7 @@ class EditedModule:
         index = self.index(owner)
         assert index is not None
         if method:
-            holder = block_of(self._parsed(index))
+            holder = block_of(self.module.body[index])
             assert isinstance(holder, cst.ClassDef)
             methods: list[Any] = list(holder.body.body)
             position = _position(holder, method)
@@ -168,7 +147,7 @@ class EditedModule:
             index = self.index(name)
             if index is None:
                 continue
-            holder = block_of(self._parsed(index))
+            holder = block_of(self.module.body[index])
             assert isinstance(holder, cst.ClassDef)
             assert isinstance(holder.body, cst.IndentedBlock)
             pairs = (f'"{suffix}": ("{slot.op}", "{slot.variant}")' for suffix, slot in declared.slots.items())

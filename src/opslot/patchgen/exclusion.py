@@ -12,7 +12,6 @@ from opslot.patchgen.tree import Node, Replacements, names_below, replace_nodes,
 
 
 def apply_exclude(edit: Exclude, edited: EditedModule) -> None:
-    edited.parse()
     for name in edit.whole:
         edited.get(name, edit)
     before = _references(edited.module)

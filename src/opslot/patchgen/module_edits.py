@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import symtable
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.inheritance import absolute_name
 from opslot.patchgen.overlay import keep_changes, make_of_original
 from opslot.patchgen.tree import Replacements, comment, is_docstring, names_below, replace_nodes, walk_statements
-from opslot.patchgen.unparsed import Unparsed
 
 
 def finish_module(edited: EditedModule) -> None:
@@ -34,8 +32,6 @@ def finish_module(edited: EditedModule) -> None:
 
 
 def _make_imports_absolute(edited: EditedModule) -> None:
-    edited.parse(lambda definition: re.search(r"\bfrom\s*\.", definition.text) is not None)
-
     def swaps(statement: cst.CSTNode) -> Replacements:
         relative = [n for n in walk_statements(statement) if type(n) is cst.ImportFrom and n.relative]
         return {id(node): _absolute(node, edited.upstream.package) for node in relative}
@@ -71,7 +67,6 @@ def _drop_import_names(edited: EditedModule) -> None:
     wanted = set(edited.patch.dropped_imports)
     if not wanted:
         return
-    edited.parse(lambda definition: definition.mentions("import"))
     swaps: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {}
     dropped: set[str] = set()
     for node in walk_statements(edited.module):
@@ -131,7 +126,6 @@ def _bound_name(alias: cst.ImportAlias) -> str:
 
 def _add_after_imports(edited: EditedModule) -> None:
     patch = edited.patch
-    edited.parse(lambda definition: any(map(definition.mentions, edited.imports)))
     used = set().union(*map(names_below, edited.module.body)) if edited.imports else set()
     inherited = [statement for name, statement in edited.imports.items() if name in used]
     statements = [spec.statement for spec in patch.additional_imports] + _merged(inherited)
@@ -178,7 +172,7 @@ def _end_of_imports(body: Sequence[cst.CSTNode]) -> int:
     """Position after the last plain import above the first definition."""
     end = 0
     for index, node in enumerate(body):
-        if isinstance(node, cst.FunctionDef | cst.ClassDef | Unparsed):
+        if isinstance(node, cst.FunctionDef | cst.ClassDef):
             break
         if isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Import | cst.ImportFrom):
             end = index + 1

@@ -15,7 +15,6 @@ import libcst as cst
 from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.own_code import changing_decorator
 from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, walk
-from opslot.patchgen.unparsed import Unparsed
 
 _ORIGINAL = "_opslot_original"
 # Around the changes. The original is imported already, except where a generated module is imported by its name.
@@ -44,7 +43,7 @@ def keep_changes(edited: EditedModule) -> None:
     for node in edited.module.body:
         name = node.name.value if isinstance(node, cst.ClassDef | cst.FunctionDef) else ""
         original = upstream.symbol(name) if name else None
-        if isinstance(node, Unparsed) or (original is not None and not upstream.is_own(name)):
+        if original is not None and not upstream.is_own(name):
             continue
         if isinstance(node, cst.ClassDef) and original is not None:
             changed = _changed_class(edited, node)

@@ -98,7 +98,6 @@ def apply_slot_calls(edit: SlotCalls, edited: EditedModule) -> None:
     call = compile_pattern(f"{edit.target}($*arguments)")
     called = set(edit.target.split("."))
     total = 0
-    edited.parse(lambda definition: all(map(definition.mentions, called)))
     for class_name, method_name in _methods(edited.module):
         symbol = f"{class_name}.{method_name}"
         method = edited.get(symbol, edit)
