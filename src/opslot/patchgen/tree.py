@@ -128,19 +128,8 @@ def walk_statements(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 @lru_cache(maxsize=4096)
 def names_below(root: cst.CSTNode) -> frozenset[str]:
-    """The identifiers in a statement, attributes and arguments included. Functions inside are looked up once."""
-    names: set[str] = set()
-    remaining = [root]
-    while remaining:
-        current = remaining.pop()
-        kind = type(current)
-        if kind is cst.Name:
-            names.add(current.value)  # type: ignore[attr-defined]
-        elif kind is cst.FunctionDef and current is not root:
-            names |= names_below(current)
-        else:
-            remaining += children(current)
-    return frozenset(names)
+    """The identifiers in a statement, attributes and arguments included."""
+    return frozenset(node.value for node in walk(root) if isinstance(node, cst.Name))
 
 
 def replace_nodes(root: Node, replacements: Replacements) -> Node:
