@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import symtable
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
@@ -13,7 +13,7 @@ from opslot._base.errors import PatchError
 from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.inheritance import absolute_name
 from opslot.patchgen.overlay import keep_changes, make_of_original
-from opslot.patchgen.tree import Replacements, comment, is_docstring, names_below, replace_nodes, walk_statements
+from opslot.patchgen.tree import comment, is_docstring, names_below, replace_nodes, walk_statements
 
 
 def finish_module(edited: EditedModule) -> None:
@@ -32,20 +32,10 @@ def finish_module(edited: EditedModule) -> None:
 
 
 def _make_imports_absolute(edited: EditedModule) -> None:
-    def swaps(statement: cst.CSTNode) -> Replacements:
-        relative = [n for n in walk_statements(statement) if type(n) is cst.ImportFrom and n.relative]
-        return {id(node): _absolute(node, edited.upstream.package) for node in relative}
-
-    _replace_statements(edited, swaps)
-
-
-def _replace_statements(edited: EditedModule, swaps: Callable[[cst.CSTNode], Replacements]) -> None:
-    """Replace nodes of the module, given those of each top-level statement."""
     body: list[Any] = []
     for statement in edited.module.body:
-        found = swaps(statement)
-        new = replace_nodes(statement, found) if found else statement
-        body += new if isinstance(new, list) else [new]
+        relative = [n for n in walk_statements(statement) if type(n) is cst.ImportFrom and n.relative]
+        body.append(replace_nodes(statement, {id(node): _absolute(node, edited.upstream.package) for node in relative}))
     edited.module = edited.module.with_changes(body=body)
 
 

@@ -38,7 +38,7 @@ _opslot_classes = _opslot_make_classes(_opslot_make, _opslot_original, __name__)
 def keep_changes(edited: EditedModule) -> None:
     """Leave only changed and added code in the module."""
     upstream = edited.upstream
-    known = {_code(node) for node in cst.parse_module(_around_definitions(edited)).body}
+    known = {_code(node) for node in cst.parse_module(upstream.text).body}
     body: list[Any] = []
     for node in edited.module.body:
         name = node.name.value if isinstance(node, cst.ClassDef | cst.FunctionDef) else ""
@@ -48,7 +48,7 @@ def keep_changes(edited: EditedModule) -> None:
         if isinstance(node, cst.ClassDef) and original is not None:
             changed = _changed_class(edited, node)
             body += [] if changed is None else [changed]
-        elif _code(node) not in known and (original is None or original.text.strip() != _code(node)):
+        elif _code(node) not in known:
             body.append(node)
     edited.module = edited.module.with_changes(header=[], body=body, footer=[])
 
@@ -75,15 +75,6 @@ def _is_changed(node: cst.ClassDef) -> bool:
     """Whether `_changed_class` made a class."""
     owners = (base.value.value for base in node.bases if isinstance(base.value, cst.Attribute))
     return any(isinstance(owner, cst.Name) and owner.value == _ORIGINAL for owner in owners)
-
-
-def _around_definitions(edited: EditedModule) -> str:
-    """The source of a module's statements that define no function or class."""
-    return "\n".join(
-        ast.get_source_segment(edited.upstream.text, node) or ""
-        for node in edited.upstream.tree.body
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    )
 
 
 def _is_future(node: ast.stmt) -> bool:
