@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,25 +36,12 @@ def _joined(results: list[Any], x: Tensor, with_states: bool) -> Any:
     return join_documents(outputs, x), torch.cat(states)
 
 
-class _Channels(NamedTuple):
-    """The arguments of Mamba-1's scan, whose tokens are the last dim, and the boundaries of documents."""
-
-    x: Tensor
-    dt: Tensor
-    A: Tensor
-    B: Tensor
-    C: Tensor
-    D: Tensor
-    z: Tensor
-    dt_bias: Tensor
-    softplus: bool
-    want_state: bool
-    cu_seqlens: Tensor | None
-
-
 def scan_channels(scan: Callable[..., Any], *arguments: Any) -> Any:
-    """Mamba-1's scan and gate, with a channel as a head of the slot's scan."""
-    x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens = _Channels(*arguments)
+    """Mamba-1's scan and gate, with a channel as a head of the slot's scan.
+
+    Of x, dt, B, C and z, tokens are the last dim.
+    """
+    x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens = arguments
     tokens, steps = x.transpose(1, 2)[..., None], dt.transpose(1, 2)
     B, C = (tensor.transpose(1, 2)[:, :, None].to(x.dtype) for tensor in (B, C))
     limit = (0.0, float("inf"))
@@ -65,7 +52,7 @@ def scan_channels(scan: Callable[..., Any], *arguments: Any) -> Any:
 
 def scan_channels_by_document(scan: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Transformers' scan of Mamba-1 `scan`, of each document alone if there are several."""
-    x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens = _Channels(*arguments)
+    x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens = arguments
     options |= {"delta_bias": dt_bias, "delta_softplus": softplus, "return_last_state": want_state}
     if cu_seqlens is None:
         return scan(x, dt, A, B, C, D=D, z=z, **options)
