@@ -23,9 +23,8 @@ KERNEL_REGISTRY.register_op(OP)
 add_triton_kernel(
     OP,
     supports=_filter_fits,
-    # Forward + backward (`opslot bench`), beside torch's own convolution, 8192 channels x 8192 tokens: on an H200 in
-    # bf16 0.26 ms to 3.12; on an H100 in fp16 0.30 to 2.5, in fp32 0.52 to 3.7. 16384 tokens in 16 documents: 0.51 to
-    # 8.14; 0.61 to 7.6, 1.1 to 9.9. fla's kernel, which autotunes for minutes, was not measured.
+    # In bf16: docs/performance.md. On an H100, beside torch's own convolution, forward + backward, 8192 channels x 8192
+    # tokens, in fp16 0.30 ms to 2.5, in fp32 0.52 to 3.7; 16384 tokens in 16 documents 0.61 to 7.6, 1.1 to 9.9.
     priority={H200: 80},
     description="one pass each way, deterministic, up to four taps, packed documents by cu_seqlens",
 )

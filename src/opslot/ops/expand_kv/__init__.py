@@ -5,7 +5,6 @@ from opslot.ops.expand_kv.op import OP
 from opslot.slots import KERNEL_REGISTRY
 
 KERNEL_REGISTRY.register_op(OP)
-# Forward + backward on an H200, bf16, 16,384 tokens of Moonlight: 0.12 ms, eager 0.59.
 add_triton_kernel(
     OP,
     priority={H200: 80},

@@ -23,11 +23,10 @@ def _unsupported_by_liger(request: KernelRequest) -> str | None:
 
 
 def _priority(request: KernelRequest) -> int | None:
-    """On an H200, forward + backward, for widths of large models.
+    """For widths of large models.
 
-    In bf16, 40960x1152 takes 0.17 ms (torch 0.39, Liger-Kernel 0.43), 16384x4096 0.18 (0.34, 0.28), 8192x768 0.044
-    (0.072, 0.090); a step of Qwen3-VL-8B with ten images of 1024 x 1024 takes 746 ms instead of 771. 8192x1152 and
-    8192x4096 take 0.073 and 0.181 ms in fp32 (torch 0.115, 0.330), 0.088 and 0.099 in fp16 (0.092, 0.179).
+    In bf16: docs/performance.md. On an H200, forward + backward, 8192x1152 and 8192x4096 take 0.073 and 0.181 ms in
+    fp32 (torch 0.115, 0.330), 0.088 and 0.099 in fp16 (0.092, 0.179).
     """
     shape = normalized_shape(request.module)
     return 80 if shape is None or shape[-1] >= _NARROWEST else None

@@ -78,11 +78,8 @@ def _gpu(variant: str) -> Any:
     return H200 if variant in _MEASURED else "gpu"
 
 
-# Forward + backward on an H200, bf16, one run of `opslot bench`. Qwen3-30B-A3B's layer at T=16384: fused_quack
-# 7.3 ms, fused_triton 7.5, grouped_mm 14.5, Transformers' grouped_mm 19.8, its loop 217; at T=2048: 1.8, 1.8, 3.1, 3.8,
-# 201; at T=256, which is host-bound: 2.0, 1.7, 1.7, 2.2, 196. DeepSeek-V3 slice: 28.8, 29.3, 38.2,
-# 47.3, 140. gpt-oss-20b's sizes at T=8192: clamped fused_triton 9.4, grouped_mm 17.5, loop 75; biased 9.7, 19.0, 90.
-# `split` at Qwen3-30B-A3B's sizes, T=16384: fused_triton 7.4, grouped_mm 13.9, loop 256; at T=256: 2.9, 3.0, 232.
+# On an H200: docs/performance.md; of Qwen3-30B-A3B's layer in bf16, fused_quack and fused_triton take 7.3 and 7.5 ms at
+# T=16384, both 1.8 at T=2048, and 2.0 and 1.7 at T=256, which is host-bound; of the DeepSeek-V3 slice 28.8 and 29.3.
 # On two CPU cores, H 128 to 512, grouped_mm takes 0.51 to 0.87 of the loop's time, in fp32 0.68 to 0.96 for the bounded
 # gatings; for `split`, with 8 to 64 experts and T 64 to 1024, 0.17 to 0.96 in fp32, 0.28 to 0.97 in bf16 and 0.43 to
 # 1.03 in fp16, the more experts the less.

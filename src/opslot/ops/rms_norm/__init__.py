@@ -28,8 +28,7 @@ def _multiple_of_8(request: KernelRequest) -> str | None:
     return None
 
 
-# Forward + backward on an H200, bf16, kernels alone, at 16384x4096, 16384x2048 and 524288x128 (ms): triton 0.175, 0.094
-# and 0.174, quack 0.189, 0.112 and 0.190, liger_kernel 0.300, 0.204 and 0.505, eager 2.69, 1.40 and 2.97.
+# Measured on an H200 (docs/performance.md), beside which (ms):
 # weight_offset_groups on an H100, (8192, 8192) and (16384, 8192) in groups of 2048, (131072, 256) and (32768, 256) in
 # one: triton 1.09, 0.94, 0.42 and 0.35, eager 3.93, 7.67, 2.13 and 0.70.
 # gated_groups, measured with an earlier kernel, at the sizes of Nemotron-3-Nano and Bamba-9B, 8192 tokens: 0.26 and
@@ -53,7 +52,7 @@ for _quack, _variants in (
         priority={H200: 70},
         description="quack-kernels, on CuTe",
     )
-# Not measured against triton, so `auto` never selects it.
+# Slower than triton, so `auto` never selects it.
 add_gpu_kernel(
     OP,
     "fla",
