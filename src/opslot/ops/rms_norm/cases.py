@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -125,14 +125,11 @@ def group_cases() -> list[InputCase]:
     ]
 
 
-def make_benchmark_case(*roles: str) -> Callable[[Mapping[str, int], int], InputCase]:
-    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
-        width, heads = shape["width"], shape["heads"]
-        return _case(f"{tokens * heads}x{width}", (tokens * heads, width), roles, role="bench", heads=heads)
-
-    return benchmark_case
+def benchmark_case(roles: tuple[str, ...], shape: Mapping[str, int], tokens: int) -> InputCase:
+    width, heads = shape["width"], shape["heads"]
+    return _case(f"{tokens * heads}x{width}", (tokens * heads, width), roles, role="bench", heads=heads)
 
 
-def make_group_benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
+def group_benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
     """Of one group, with the gate after it."""
-    return grouped(make_benchmark_case("weight", "gate")(shape, tokens), 1, **_FALCON)
+    return grouped(benchmark_case(("weight", "gate"), shape, tokens), 1, **_FALCON)

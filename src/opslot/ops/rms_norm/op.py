@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.arguments import upcast
-from opslot.ops._common.fused_norms import can_serve
+from opslot.ops._common.hooks import has_hooks
 from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops.rms_norm.cases import (
+    benchmark_case,
     cases,
+    group_benchmark_case,
     group_cases,
-    make_benchmark_case,
-    make_group_benchmark_case,
     offset_group_cases,
 )
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
-from opslot.slots.protocol import declared_slots
+from opslot.slots import BoundKernel, Cost, KernelRequest, OpSpec, OpVariant
+from opslot.slots.protocol import bound_kernel, declared_slots
 
 
 def _normalize(hidden_states: Tensor, eps: float) -> Tensor:
@@ -140,6 +141,21 @@ def _gate_of(*activations: str) -> Callable[[Any], str | None]:
     return problem
 
 
+def can_serve(kernel: BoundKernel, *norms: Any) -> bool:
+    """Whether `kernel` can replace what it fuses and calls of `norms`.
+
+    True if each norm is bound to the kernel of rms_norm of the same name, or `auto` selected both, and a call of the
+    norm only runs its forward, with a weight of its own.
+    """
+    for norm in norms:
+        bound = bound_kernel(norm, "rms_norm")
+        if bound is None or (bound.name != kernel.name and (bound.explicit or kernel.explicit)):
+            return False
+        if "forward" in norm.__dict__ or norm._parameters.get("weight") is None or has_hooks(norm):
+            return False
+    return True
+
+
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     module = request.module
     if request.variant.startswith("fused_add") and module is not None:
@@ -179,7 +195,7 @@ def _variant(reference: Callable[..., Any], description: str, *others: str, **op
         ("hidden_states", *others),
         _cost,
         static_shape=_static_shape,
-        benchmark_case=make_benchmark_case(*others),
+        benchmark_case=partial(benchmark_case, others),
         description=description,
         **options,
     )
@@ -208,7 +224,7 @@ _VARIANTS = (
         _gated(gated_groups, "in groups, with a gate before or after it", check_module=_gate_of(*GATES)),
         cases=group_cases(),
         static_shape=_shape_of_one_group,
-        benchmark_case=make_group_benchmark_case,
+        benchmark_case=group_benchmark_case,
     ),
     _fused_add(fused_add, "standard"),
     _fused_add(fused_add_cast_after_weight, "cast_after_weight"),

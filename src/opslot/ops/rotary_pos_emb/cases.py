@@ -81,15 +81,12 @@ def _case(
     return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
 
 
-def make_benchmark_case(ratio: int, cos_layout: str) -> Callable[[Mapping[str, int], int], InputCase]:
-    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
-        heads, kv_heads, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
-        batch = 2 if tokens % 2 == 0 else 1
-        name = f"{tokens} tokens, {heads} and {kv_heads} heads of {width}"
-        sizes = (batch, tokens // batch, heads, kv_heads, width)
-        return _case(name, sizes, rotary=width // ratio, cos_batch=1, cos_layout=cos_layout, role="bench")
-
-    return benchmark_case
+def benchmark_case(ratio: int, cos_layout: str, shape: Mapping[str, int], tokens: int) -> InputCase:
+    heads, kv_heads, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
+    batch = 2 if tokens % 2 == 0 else 1
+    name = f"{tokens} tokens, {heads} and {kv_heads} heads of {width}"
+    sizes = (batch, tokens // batch, heads, kv_heads, width)
+    return _case(name, sizes, rotary=width // ratio, cos_batch=1, cos_layout=cos_layout, role="bench")
 
 
 def cases(ratio: int = 1, cos_layout: str = "twice") -> list[InputCase]:
@@ -156,13 +153,10 @@ def latent_cases(cos_layout: str = "twice") -> list[InputCase]:
     ]
 
 
-def make_latent_benchmark_case(cos_layout: str) -> Callable[[Mapping[str, int], int], InputCase]:
-    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
-        heads, nope, rope = (shape[name] for name in ("heads", "nope", "rope"))
-        name = f"{tokens} tokens, {heads} heads of {nope} + {rope}"
-        return _latent_case(name, (1, tokens, heads, 1, nope + rope), rope, cos_layout=cos_layout, role="bench")
-
-    return benchmark_case
+def latent_benchmark_case(cos_layout: str, shape: Mapping[str, int], tokens: int) -> InputCase:
+    heads, nope, rope = (shape[name] for name in ("heads", "nope", "rope"))
+    name = f"{tokens} tokens, {heads} heads of {nope} + {rope}"
+    return _latent_case(name, (1, tokens, heads, 1, nope + rope), rope, cos_layout=cos_layout, role="bench")
 
 
 def _with_weights(
@@ -207,11 +201,8 @@ def norm_cases(ratio: int = 1, every_norm: bool = True) -> list[InputCase]:
     return found + ([_with_weights(replace(cases()[0], name="every channel"))] if ratio > 1 else [])
 
 
-def make_norm_benchmark_case(ratio: int) -> Callable[[Mapping[str, int], int], InputCase]:
-    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
-        return _with_weights(make_benchmark_case(ratio, "twice")(shape, tokens))
-
-    return benchmark_case
+def norm_benchmark_case(ratio: int, shape: Mapping[str, int], tokens: int) -> InputCase:
+    return _with_weights(benchmark_case(ratio, "twice", shape, tokens))
 
 
 def as_single(case: InputCase) -> InputCase:

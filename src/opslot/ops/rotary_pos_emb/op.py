@@ -11,6 +11,7 @@ promoted dtypes of each and `cos`; variants named `cast_after_weight` compute in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,19 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.fused_norms import can_serve
 from opslot.ops._common.model_config import head_sizes, latent_head_sizes, partly_rotated_head_sizes
 from opslot.ops.rms_norm import op as rms_norm
 from opslot.ops.rotary_pos_emb.cases import (
     MULTIMODAL_CASES,
     VISION_CASES,
     as_single,
+    benchmark_case,
     cases,
     gptj_cases,
+    latent_benchmark_case,
     latent_cases,
-    make_benchmark_case,
-    make_latent_benchmark_case,
-    make_norm_benchmark_case,
+    norm_benchmark_case,
     norm_cases,
 )
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
@@ -236,7 +236,7 @@ def _with_norm(rotate: Callable[..., Any], description: str, *, norm_last: bool 
         ("q", "k", "q_weight", "k_weight"),
         _norm_cost,
         static_shape=head_sizes,
-        benchmark_case=make_norm_benchmark_case(ratio),
+        benchmark_case=functools.partial(norm_benchmark_case, ratio),
         extends=rotate.__name__,
         description=description,
     )
@@ -278,7 +278,7 @@ def _variant(
         _cost,
         config_field=config_field,
         static_shape=None if ratio is None else head_sizes,
-        benchmark_case=None if ratio is None else make_benchmark_case(ratio, cos_layout),
+        benchmark_case=None if ratio is None else functools.partial(benchmark_case, ratio, cos_layout),
         description=description,
     )
 
@@ -302,7 +302,7 @@ def _latent_variant(
         _variant(reference, latent_cases(cos_layout), description),
         extends=rotates.__name__,
         static_shape=latent_head_sizes,
-        benchmark_case=make_latent_benchmark_case(cos_layout),
+        benchmark_case=functools.partial(latent_benchmark_case, cos_layout),
     )
 
 
@@ -327,7 +327,7 @@ _VARIANTS = (
         replace(
             _variant(single_gptj_fp32_last, latent_cases("once"), "gptj_fp32_last of one tensor", ratio=None),
             static_shape=partly_rotated_head_sizes,
-            benchmark_case=make_latent_benchmark_case("once"),
+            benchmark_case=functools.partial(latent_benchmark_case, "once"),
         )
     ),
     _variant(gptj, gptj_cases(), "the first channels, GPT-J layout", ratio=2, cos_layout="first half"),
@@ -344,6 +344,6 @@ _VARIANTS = (
 OP = OpSpec(
     name="rotary_pos_emb",
     description="rotary position embedding of queries and keys",
-    can_serve=can_serve,
+    can_serve=rms_norm.can_serve,
     variants={variant.name: variant for variant in _VARIANTS},
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,14 +69,9 @@ def _cases(fused: bool = False, form: Mapping[str, Any] | None = None) -> list[I
     return cases
 
 
-def _make_benchmark_case(
-    fused: bool = False, form: Mapping[str, Any] | None = None
-) -> Callable[[Mapping[str, int], int], InputCase]:
-    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
-        width = shape["width"]
-        return _case(f"{tokens}x{width}", (tokens, width), fused=fused, form=form, role="bench")
-
-    return benchmark_case
+def benchmark_case(shape: Mapping[str, int], tokens: int, **options: Any) -> InputCase:
+    width = shape["width"]
+    return _case(f"{tokens}x{width}", (tokens, width), role="bench", **options)
 
 
 def _with_activations(cases: list[InputCase], fused: bool = False) -> list[InputCase]:
@@ -90,6 +86,5 @@ CASES = _with_activations(_cases())
 FUSED_CASES = _with_activations(_cases(fused=True), fused=True)
 CLAMPED_CASES = [_case("bounded and offset", (7, 80), form=_BOUNDED_WITH_OFFSET), *_cases(form=_BOUNDED)]
 
-benchmark_case = _make_benchmark_case()
-fused_benchmark_case = _make_benchmark_case(fused=True)
-clamped_benchmark_case = _make_benchmark_case(form=_BOUNDED)
+fused_benchmark_case = partial(benchmark_case, fused=True)
+clamped_benchmark_case = partial(benchmark_case, form=_BOUNDED)
