@@ -31,7 +31,7 @@ from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, prepare
 from opslot.ops.chunk_gated_delta_rule.kernels.channel_gradients import write_channel_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.channels import solve_channels
-from opslot.ops.chunk_gated_delta_rule.kernels.forward import write_output
+from opslot.ops.chunk_gated_delta_rule.kernels.forward import recur
 from opslot.ops.chunk_gated_delta_rule.kernels.system import solve
 from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, WIDEST_KEY_IN_99_KIB, DeltaRule
 
@@ -66,7 +66,7 @@ def _forward(outputs: tuple[Any, ...], *args: Any) -> None:
         limit = f"{WIDEST_KEY_IN_99_KIB} in float32 on this GPU, for its shared memory"
         reject(_LABEL, "key", f"its heads are {call.key} wide, the limit is {limit}", "use torch_chunked or bfloat16")
     system = solve_channels(call, tuple(solution), solved=False) if call.per_channel else solve(call)
-    write_output(call, system, initial_state, out, final)
+    recur(call, system, initial_state, (None, None, out), final)
 
 
 def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> None:

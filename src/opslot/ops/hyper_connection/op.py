@@ -5,7 +5,9 @@ GLM-5.3; independent streams in HY-V4. Coefficients of the streams are computed 
 streams x: logits = scale * (fn x) + base. `pre` collapses the streams into the input of attention or MLP, `post`
 distributes its output, and `comb` mixes the streams.
 
-Shapes: B batch, S tokens, N streams, D hidden size, M coefficients of a token.
+Shapes: B batch, S tokens, N streams, D hidden size, M coefficients of a token; `streams` [B, S, N, D], `output` of
+attention or MLP [B, S, D], `fn` [M, N D], `base` [M], and `scale`, one number for each of pre, post and comb that the
+variant has. `norm_eps` is that of the RMS norm of all streams of a token together.
 """
 
 from __future__ import annotations
@@ -44,11 +46,6 @@ def sinkhorn(
     their sums (Sinkhorn and Knopp 1967).
 
     Args:
-        streams: [B, S, N, D].
-        fn: [(2 + N) N, N D], the rows of pre, of post and of comb.
-        base: [(2 + N) N].
-        scale: [3], of pre, post and comb.
-        norm_eps: of the RMS norm of all streams of a token together.
         eps: added to pre, to the softmax, and to the sums by which rows and columns are divided.
     """
     count = streams.shape[-2]
@@ -79,11 +76,6 @@ def independent(
     """post [B, S, N] in float32 (float64 for float64), and the collapsed streams [B, S, D].
 
     Args:
-        streams: [B, S, N, D].
-        fn: [2 N, N D], the rows of pre and of post.
-        base: [2 N].
-        scale: [2], of pre and post.
-        norm_eps: of the RMS norm of all streams of a token together.
         eps: added to pre and post.
         magnitude: factor of post.
     """
@@ -95,13 +87,7 @@ def independent(
 
 
 def head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float = 1e-6, eps: float = 1e-6) -> Tensor:
-    """The collapsed streams [B, S, D], for the last norm.
-
-    Args:
-        streams: [B, S, N, D].
-        fn, base, scale: [N, N D], [N] and [1].
-        norm_eps, eps: as in `independent`.
-    """
+    """The collapsed streams [B, S, D], for the last norm; `eps` as in `independent`."""
     pre = scale * _projected(streams, fn, norm_eps) + base
     return _collapsed(pre.sigmoid() + eps, streams)
 
@@ -111,21 +97,13 @@ def mix(post: Tensor, comb: Tensor, output: Tensor, streams: Tensor) -> Tensor:
 
     Args:
         post, comb: [B, S, N] and [B, S, N, N], rounded to the dtype of `streams`.
-        output: [B, S, D], of attention or MLP.
-        streams: [B, S, N, D].
     """
     post, comb = post.to(streams.dtype), comb.to(streams.dtype)
     return post.unsqueeze(-1) * output.unsqueeze(-2) + comb.transpose(-1, -2) @ streams
 
 
 def add(post: Tensor, output: Tensor, streams: Tensor) -> Tensor:
-    """The next streams [B, S, N, D]: post[k] * output + streams[k], rounded once.
-
-    Args:
-        post: [B, S, N].
-        output: [B, S, D], of attention or MLP.
-        streams: [B, S, N, D].
-    """
+    """The next streams [B, S, N, D]: post[k] * output + streams[k], rounded once; `post` is [B, S, N]."""
     dtype = torch.promote_types(streams.dtype, torch.float32)
     added = post.to(dtype).unsqueeze(-1) * output.to(dtype).unsqueeze(-2) + streams.to(dtype)
     return added.to(streams.dtype)

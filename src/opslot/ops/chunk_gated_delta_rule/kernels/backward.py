@@ -368,16 +368,16 @@ def recur_both_ways(
     states = States(
         call.by_chunk(call.value, call.key), call.by_chunk(call.value, CHUNK), call.by_chunk(call.value, call.key)
     )
-    back = (states.gradient, dv)
+    found, back = (states.found, states.residual, None), (states.gradient, dv)
     if call.segments == 1:
         # One step after the other in few programs: on an H200, 64 of 16 key and 32 value heads of 128.
         launch_concurrently(
             call.k.device,
-            lambda: recur(call, system, initial, states.found, states.residual),
+            lambda: recur(call, system, initial, found),
             lambda: _launch(call, system, dout, last, back, dinitial),
         )
         return states
-    transition = recur(call, system, initial, states.found, states.residual)
+    transition = recur(call, system, initial, found)
     assert transition is not None
     added = call.by_segment(call.value, call.key)
     _launch(call, system, dout, None, (None, None), None, added)

@@ -152,33 +152,20 @@ def states_kernel(
 _launch_states = KernelLauncher(states_kernel)
 
 
-def write_output(
-    call: DeltaRuleCall, system: System, initial_state: Tensor | None, out: Tensor, final: Tensor | None
-) -> None:
-    """Fill `out` [B, S, V_heads, V] and, if it is wanted, `final` with the last states, [documents, V_heads, K, V]."""
-    _run(call, system, initial_state, (None, None, out), final)
-
-
 def recur(
-    call: DeltaRuleCall, system: System, initial_state: Tensor | None, states: Tensor, residual: Tensor
-) -> Tensor | None:
-    """Fill what gradients are made of; returns the transition of each part, if documents are split.
-
-    Args:
-        states: [chunks * V_heads, V, K], the state that each chunk finds.
-        residual: u, [chunks * V_heads, V, 64].
-    """
-    return _run(call, system, initial_state, (states, residual, None), None)
-
-
-def _run(
     call: DeltaRuleCall,
     system: System,
     initial_state: Tensor | None,
     by_chunk: tuple[Tensor | None, Tensor | None, Tensor | None],
-    final: Tensor | None,
+    final: Tensor | None = None,
 ) -> Tensor | None:
-    """Run the recurrence, in parts if documents are split; returns the parts' transitions."""
+    """Run the recurrence, in parts if documents are split; returns the parts' transitions.
+
+    Args:
+        by_chunk: filled; the state that each chunk finds [chunks * V_heads, V, K] and u [chunks * V_heads, V, 64], or
+            the output [B, S, V_heads, V].
+        final: filled with the last states, [documents, V_heads, K, V].
+    """
     initial = None if initial_state is None else initial_state.contiguous()
     if call.segments == 1:
         _launch(call, system, initial, by_chunk, final)
