@@ -14,7 +14,7 @@ from opslot._base.kernel_launch import cdiv, compute_capability
 from opslot.ops._common.arguments import adjacent
 from opslot.ops._common.specs import H200
 from opslot.ops.attention.kernels.compressed_forward import ALL, COUNTS, INDICES
-from opslot.ops.attention.kernels.intervals import intervals
+from opslot.ops.attention.kernels.intervals import interval_strides, intervals
 from opslot.ops.attention.triton import Tile
 
 LOG2E = math.log2(math.e)
@@ -88,10 +88,6 @@ class CompressedCall:
     def rows(self, tile: Tile) -> int:
         return min(tile.rows, max(16, triton.next_power_of_2(self.heads)))
 
-    def interval_strides(self) -> tuple[int, int]:
-        found = self.intervals
-        return 0 if found.shape[1] == 1 else found.stride(1), found.stride(0)
-
     def selected_strides(self, selected: Tensor | None) -> tuple[int, int]:
         return (0, 0) if selected is None else (selected.stride(0), selected.stride(1))
 
@@ -104,7 +100,7 @@ class CompressedCall:
         grid = (self.queries * cdiv(self.heads, rows), self.batch, 1)
         strides = (
             *self.strides,
-            *self.interval_strides(),
+            *interval_strides(self.intervals),
             *self.selected_strides(self.selected),
             self.real_stride(),
         )

@@ -12,6 +12,7 @@ from opslot.ops.attention.compressed_call import LOG2E, CompressedCall, pointer
 from opslot.ops.attention.compressed_reference import selected_mask
 from opslot.ops.attention.kernels.compressed_backward import launch_dkv, launch_selected_dkv, launch_sum_parts
 from opslot.ops.attention.kernels.compressed_forward import COUNTS, INDICES
+from opslot.ops.attention.kernels.intervals import interval_strides
 
 # Memory for what single queries add to the keys that they select.
 _PARTS_BYTES = 1 << 30
@@ -112,7 +113,7 @@ def _by_block(call: CompressedCall, inputs: BackwardInputs, compressed: bool) ->
         (
             *call.strides,
             spans.stride(0),
-            *call.interval_strides(),
+            *interval_strides(call.intervals),
             *call.selected_strides(selected if compressed else None),
             call.real_stride(),
         ),

@@ -28,7 +28,7 @@ from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
 from opslot.ops.attention.kernels.forward import launch_forward
-from opslot.ops.attention.kernels.intervals import intervals
+from opslot.ops.attention.kernels.intervals import interval_strides, intervals
 from opslot.ops.attention.kernels.selected_tiles import lists_of, tiles_with_bits, transpose_bits
 from opslot.ops.attention.reference import causal_of, reject_options
 from opslot.ops.attention.widths import widest_head
@@ -323,13 +323,6 @@ class _Visible:
     bits: Tensor | None
     heads_apart: bool = False
 
-    @property
-    def strides(self) -> tuple[int, int]:
-        found = self.intervals
-        if found is None:
-            return 0, 0
-        return 0 if found.shape[1] == 1 else found.stride(1), found.stride(0)
-
     def of_rows(self, tile: Tile) -> _Seen:
         """For a kernel over tiles of rows."""
         if self.bits is None:
@@ -377,7 +370,7 @@ def _run(outputs: tuple[Tensor, Tensor], *arguments: Any) -> None:
     launch_forward(
         call.blocks(cdiv(call.queries * call.group, tile.rows)),
         (q, k, v, None if sinks is None else sinks.contiguous(), *seen, *outputs),
-        (*call.strides, *visible.strides),
+        (*call.strides, *interval_strides(visible.intervals)),
         (*call.sizes, *call.factors),
         (call.group, *constants, sinks is not None, softcap is not None, *call.widths, *tile.constants),
         tile.warps,
@@ -396,7 +389,7 @@ def _run_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, *arguments
         zero(*gradients)
         return
     visible = _visible(call, given)
-    strides = (*call.strides, *visible.strides)
+    strides = (*call.strides, *interval_strides(visible.intervals))
     scalars = (*call.sizes, *call.factors, scale)
     delta = torch.empty_like(lse)
     tile = call.plan.dq

@@ -63,7 +63,7 @@ def causal(
         bias: [V], the head's.
         softcap, logit_scale: see `LossInputs`.
         kwargs: other arguments of a model's forward (position_ids, cu_seq_lens_q, ...), ignored, and `head`, the
-            module of `weight` and `bias`: kernels marked by `set_adds_adapters` add its LoRA adapters.
+            module of `weight` and `bias`: kernels with an attribute `adds_adapters` add its LoRA adapters.
     """
     if shift_labels is None:
         shift_labels = shifted_labels(labels, ignore_index)

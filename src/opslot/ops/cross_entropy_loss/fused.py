@@ -24,7 +24,7 @@ from opslot.ops.cross_entropy_loss.chunked import (
     tokens,
 )
 from opslot.ops.cross_entropy_loss.contract import LOSSES, LossInputs, token_log_probs
-from opslot.ops.cross_entropy_loss.low_rank import low_rank_of, set_adds_adapters
+from opslot.ops.cross_entropy_loss.low_rank import low_rank_of
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_hidden, Tensor? low_weight, Tensor labels"
 _SHAPING = "int ignore_index, float smoothing, float cap, float scale"
@@ -43,9 +43,10 @@ def make_kernels(backend: Backend) -> tuple[Callable[..., Any], ...]:
     module = backend.loss_step.__module__
     losses = variants_of(partial(_loss, backend, _loss_op(backend)), LOSSES, module)
     of_tokens = variants_of(partial(_token_log_probs, backend, _token_op(backend)), [token_log_probs], module)
-    kernels = (*losses, *of_tokens)
+    kernels: tuple[Any, ...] = (*losses, *of_tokens)
     for kernel in kernels:
-        set_adds_adapters(kernel)
+        # Those of the module that it gets as the keyword `head`.
+        kernel.adds_adapters = True
     return kernels
 
 

@@ -13,7 +13,7 @@ from transformers.loss import loss_utils
 from opslot._base.errors import KernelError
 from opslot._base.wrapper_tensors import wrapper_class
 from opslot.ops._common.hooks import has_own_hooks
-from opslot.ops.cross_entropy_loss.low_rank import adds_adapters, has_low_rank, layers_of, low_rank_problem
+from opslot.ops.cross_entropy_loss.low_rank import has_low_rank, layers_of, low_rank_problem
 from opslot.slots import BoundKernel, protocol, walk_slots
 
 
@@ -52,7 +52,7 @@ def _head_problem(kernel: BoundKernel, model: Any, head: Any, around: tuple[Any,
         return "the forward of a module around the output head was replaced"
     if any(map(has_own_hooks, (*layers, *around))):
         return "the output head has hooks, which need its output"
-    if has_low_rank(head) and not adds_adapters(kernel.kernel):
+    if has_low_rank(head) and not getattr(kernel.kernel, "adds_adapters", False):
         return "the output head has LoRA adapters, which this kernel does not add"
     if problem := low_rank_problem(head):
         return problem

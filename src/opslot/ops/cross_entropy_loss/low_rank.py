@@ -7,20 +7,10 @@ PEFT is not imported: a head has its layers only if it is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-
-def set_adds_adapters(kernel: Any) -> None:
-    """Note that a kernel adds the adapters of the module that it gets as the keyword `head`."""
-    kernel.adds_adapters = True
-
-
-def adds_adapters(kernel: Callable[..., Any]) -> bool:
-    return getattr(kernel, "adds_adapters", False)
 
 
 def has_low_rank(head: Any) -> bool:

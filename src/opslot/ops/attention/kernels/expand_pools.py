@@ -51,15 +51,7 @@ _launch = KernelLauncher(_expand_kernel)
 
 
 def expand_pools(pool_bits: Tensor, pools: Tensor, seen: Tensor, tail: Tensor | None, bits: Tensor) -> None:
-    """Write the bits of keys.
-
-    Args:
-        pool_bits: int32 [B, H, S, ceil(P / 32)], contiguous.
-        pools: int32 [B or 1, T], the pool of each key; -1 for keys in none, and -2 for those that no query sees.
-        seen: int32 [2, B or 1, S], the first key that each query sees and the one after the last.
-        tail: int32 [B or 1, S], the first of the keys that each query sees in any case; or None.
-        bits: int32 [B, H, S, ceil(T / 32)], contiguous.
-    """
+    """Write `eager_expand_pools` of `bits.py` to `bits`; that and `pool_bits` are contiguous."""
     batch, heads, queries, words = bits.shape
     if bits.numel() == 0:
         return

@@ -87,6 +87,13 @@ def _intervals_kernel(
 _launch_intervals = KernelLauncher(_intervals_kernel)
 
 
+def interval_strides(found: Tensor | None) -> tuple[int, int]:
+    """Of `intervals`: from one row to the next, 0 where all are equal, and from start to end."""
+    if found is None:
+        return 0, 0
+    return 0 if found.shape[1] == 1 else found.stride(1), found.stride(0)
+
+
 def intervals(
     q: Tensor,
     k: Tensor,

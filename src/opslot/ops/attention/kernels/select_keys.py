@@ -82,12 +82,7 @@ _launch = KernelLauncher(_select_kernel)
 
 
 def select_keys(scores: Tensor, top: int, bits: Tensor) -> None:
-    """Write the `top` keys of each query with the highest scores, or all that have one, as bits.
-
-    Args:
-        scores: float32 [B, S, T]; -inf for keys that a query does not see.
-        bits: int32 [B, S, ceil(T / 32)], contiguous.
-    """
+    """Write `eager_select` of `bits.py` to `bits`, which is contiguous; scores are in float32."""
     scores, bits = scores.contiguous().flatten(0, 1), bits.flatten(0, 1)
     rows, keys = scores.shape
     if rows == 0 or keys == 0:
