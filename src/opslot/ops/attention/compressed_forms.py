@@ -50,7 +50,8 @@ _IF_BOUND = "if takes_selected_keys(self.rotary_emb.config):\n    return compres
 def find_compressed_attention(module: ModuleView) -> Iterator[Match | Skip]:
     """Attention classes with a compressor, and the classes of their compressors."""
     for name, forward in module.methods():
-        if not _is_compressed(module, forward):
+        text = module.text(forward)
+        if "ALL_ATTENTION_FUNCTIONS" not in text or _COMPRESSES not in text:
             continue
         compressors = dict(_compressors(module))
         unknown = [owner for owner, row in compressors.items() if row is None]
@@ -62,11 +63,6 @@ def find_compressed_attention(module: ModuleView) -> Iterator[Match | Skip]:
             kinds = {owner: row.variant for owner, row in compressors.items() if row is not None}
             indexers = [owner for owner, _ in module.methods() if owner.endswith("Indexer")]
             yield Match(name, OP, VARIANT, partial(_write, name, kinds, indexers))
-
-
-def _is_compressed(module: ModuleView, forward: str) -> bool:
-    text = module.text(forward)
-    return "ALL_ATTENTION_FUNCTIONS" in text and _COMPRESSES in text
 
 
 def _compressors(module: ModuleView) -> Iterator[tuple[str, Reviewed | None]]:

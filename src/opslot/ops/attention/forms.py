@@ -94,6 +94,7 @@ READS_BOOLS = "attention_mask.logical_not()"
 # Before 5.20, Pixtral makes a mask of the images' lengths, and none where a FlashAttention of Transformers runs.
 _BLOCK_MASK = "generate_block_attention_mask([p.shape[-2] * p.shape[-1] for p in patch_embeds_list], patch_embeds)"
 _NO_MASK = "attention_mask = None"
+_FLASH_REQUESTED = "is_flash_attention_requested(self.config)"
 _IMAGE_BOUNDARIES = """
 lengths = [p.shape[-2] * p.shape[-1] for p in patch_embeds_list]
 cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(patch_embeds.device)
@@ -134,11 +135,9 @@ def _match(
     indexed: indexed_attention.IndexedForm | None,
 ) -> Match:
     """The attention of class `name`; of its text, only calls that may be cross attention change."""
-    options, cross, block_masks = (
-        _options(module, forward),
-        _cross_calls(module, forward),
-        _with_block_masks(module),
-    )
+    options, cross = _options(module, forward), _cross_calls(module, forward)
+    # They do not pass the boundaries of images.
+    block_masks = [method for _, method in module.methods() if _NO_MASK in cu_seqlens_branches(module, method)]
 
     def write(patch: PatchConfig) -> None:
         if indexed is not None:
@@ -197,19 +196,10 @@ def cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
     if "is_flash_attention_requested" not in module.text(forward):
         return []
     definition = module.upstream.find(forward)
-    branches = (node for node in find_nodes(ast.If, definition) if _asks_for_flash(node.test))
+    branches = (node for node in find_nodes(ast.If, definition) if ast.unparse(node.test) == _FLASH_REQUESTED)
     texts = ("\n".join(map(ast.unparse, node.body)) for node in branches)
     blocks = any(ast.unparse(call) == _BLOCK_MASK for call in find_nodes(ast.Call, definition))
     return [text for text in texts if "cu_seq_lens_q" in text or (blocks and text == _NO_MASK)]
-
-
-def _with_block_masks(module: ModuleView) -> list[str]:
-    """The methods that do not pass the boundaries of images."""
-    return [forward for _, forward in module.methods() if _NO_MASK in cu_seqlens_branches(module, forward)]
-
-
-def _asks_for_flash(test: ast.expr) -> bool:
-    return isinstance(test, ast.Call) and ast.unparse(test) == "is_flash_attention_requested(self.config)"
 
 
 def _has_cu_seqlens_for_mask(module: ModuleView) -> bool:

@@ -126,7 +126,9 @@ def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
         return reason
     if getattr(model.config, "output_attentions", False):
         return "its config has output_attentions=True, and kernels do not return the weights of attention"
-    own = _original(model, attached)
+    own = model.config._attn_implementation
+    if attached is not None and own == attached.set_to:
+        own = attached.previous
     if wanted == "auto" and own not in _DEFAULTS and not is_own_attention(own):
         return f"the model was built with Transformers' {own!r}, which auto keeps"
     return None
@@ -227,11 +229,6 @@ class _Attached(NamedTuple):
     hook: Any = None
 
 
-def _original(model: Any, attached: _Attached | None) -> str | None:
-    now = model.config._attn_implementation
-    return attached.previous if attached is not None and now == attached.set_to else now
-
-
 def _attach(model: Any, slots: Sequence[SlotBinding], kernel: Callable[..., Any] | None) -> _Attached:
     """Set the implementation on the model's config, but not on its sub-configs."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -264,7 +261,9 @@ def _attach(model: Any, slots: Sequence[SlotBinding], kernel: Callable[..., Any]
         )
         kernel = masks.reads_layout(kernel, dense if falls_back else None)
     # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks.
-    shown = chosen.replace("flash", "fa") + (CU_SEQLENS if _needs_cu_seqlens(model, slot) else "")
+    shown = chosen.replace("flash", "fa")
+    if slot.resolution.variant == "bidirectional" and any(map(cu_seqlens_for_flash, _modules_of(model))):
+        shown += CU_SEQLENS
     if slot.resolution.variant == "compressed":
         # Of the same name for other variants, but another function.
         shown += "_compressed"
@@ -275,10 +274,6 @@ def _attach(model: Any, slots: Sequence[SlotBinding], kernel: Callable[..., Any]
     AttentionInterface.register(name, bound.as_function())
     AttentionMaskInterface.register(name, mask_function)
     return _set(model, name)
-
-
-def _needs_cu_seqlens(model: Any, slot: SlotBinding) -> bool:
-    return slot.resolution.variant == "bidirectional" and any(map(cu_seqlens_for_flash, _modules_of(model)))
 
 
 def _modules_of(model: Any) -> list[nn.Module]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -36,17 +34,17 @@ def loss_step(
     ignored, index = _columns(labels, logits.shape[1], shaping)
     x, slope = _shape(logits, shaping)
     mean = x.mean(1) if shaping.smoothing else None
-    soft = _softmax(x, index)
-    loss = soft.nll.squeeze(1)
+    others, own, rest, nll, label_x = _softmax(x, index)
+    loss = nll.squeeze(1)
     if mean is not None:
-        loss = loss + shaping.smoothing * (soft.label_logit.squeeze(1) - mean)
+        loss = loss + shaping.smoothing * (label_x.squeeze(1) - mean)
     losses.copy_(loss.masked_fill_(ignored, 0.0))
     if not grad:
         return logits
     # Compute p - 1 as minus the sum of the others, without cancellation for p near 1; with smoothing also for p near 0.
-    sure = shaping.smoothing - soft.rest
-    own = torch.where(soft.own > soft.rest, sure, soft.own - (1.0 - shaping.smoothing)) if shaping.smoothing else sure
-    gradient = soft.others.scatter_(1, index, own)
+    sure = shaping.smoothing - rest
+    of_label = torch.where(own > rest, sure, own - (1.0 - shaping.smoothing)) if shaping.smoothing else sure
+    gradient = others.scatter_(1, index, of_label)
     if shaping.smoothing:
         gradient.sub_(shaping.smoothing / x.shape[1])
     return _finish(gradient, slope, ignored, factor, logits.dtype)
@@ -121,22 +119,13 @@ def _shape(logits: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor | None]:
     return tanh * shaping.cap, 1.0 - tanh * tanh
 
 
-@dataclass(frozen=True)
-class _Softmax:
-    """`others` [R, V] is the softmax with 0 at the label; the other fields are [R, 1].
+def _softmax(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Overwrites `x`. Not torch.softmax: on CPU its exponential has an error of up to 20 ULP.
 
-    `own` is the label's probability, `rest` the sum of the others', `nll` the negative log-likelihood.
+    Returns:
+        The softmax with 0 at the label [R, V], and [R, 1] each, the label's probability, the sum of the others', the
+        negative log-likelihood and the label's x.
     """
-
-    others: Tensor
-    own: Tensor
-    rest: Tensor
-    nll: Tensor
-    label_logit: Tensor
-
-
-def _softmax(x: Tensor, index: Tensor) -> _Softmax:
-    """Overwrites `x`. Not torch.softmax: on CPU its exponential has an error of up to 20 ULP."""
     label_logit = x.gather(1, index)
     highest = x.amax(1, keepdim=True)
     x.sub_(highest).exp_()
@@ -144,7 +133,7 @@ def _softmax(x: Tensor, index: Tensor) -> _Softmax:
     rest = x.scatter_(1, index, 0.0).sum(1, keepdim=True)
     total = own + rest
     nll = torch.where(own > rest, torch.log1p(rest / own), total.log() + (highest - label_logit))
-    return _Softmax(x.div_(total), own / total, rest / total, nll, label_logit)
+    return x.div_(total), own / total, rest / total, nll, label_logit
 
 
 def _log_softmax(

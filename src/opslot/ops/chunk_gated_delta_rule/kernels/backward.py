@@ -18,8 +18,6 @@ exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -310,21 +308,6 @@ _launch_dstates = KernelLauncher(dstates_kernel)
 _launch_gradients = KernelLauncher(gradients_kernel)
 
 
-@dataclass(frozen=True)
-class States:
-    """Of all chunks and value heads, in the order of `DeltaRuleCall.by_chunk`.
-
-    Attributes:
-        found: [V, K] each, the state that a chunk finds.
-        residual: u, [V, 64] each.
-        gradient: dS' [V, K] each.
-    """
-
-    found: Tensor
-    residual: Tensor
-    gradient: Tensor
-
-
 def write_gradients(
     call: DeltaRuleCall,
     system: System,
@@ -338,13 +321,13 @@ def write_gradients(
     dq, dk, dv, dg, dbeta = grads
     dout = as_tokens(dout)
     plan = call.plan
-    states = recur_both_ways(call, system, initial_state, dout, dfinal, dv, dinitial)
-    pairs = write_pairs(call, system.scales, dout, states.residual, dv)
+    states, residual, dstates = recur_both_ways(call, system, initial_state, dout, dfinal, dv, dinitial)
+    pairs = write_pairs(call, system.scales, dout, residual, dv)
     _launch_gradients(
         (call.per_chunk // call.group, 1, 1),
         (
             *(call.q, call.k, call.rate, dout, *call.chunks.table, system.scales),
-            *(states.found, states.residual, states.gradient, dv, *pairs, dq, dk, dbeta, dg),
+            *(states, residual, dstates, dv, *pairs, dq, dk, dbeta, dg),
         ),
         strides(call.q, call.k, dout),
         (call.scale,),
@@ -361,14 +344,17 @@ def recur_both_ways(
     dfinal: Tensor | None,
     dv: Tensor,
     dinitial: Tensor | None,
-) -> States:
-    """Forward again, for what its chunks find, and back, which also fills `dv` and `dinitial`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward again, and back, which also fills `dv` and `dinitial`.
+
+    Returns:
+        The state that each chunk finds, u, and dS': `DeltaRuleCall.by_chunk` of [V, K], [V, 64] and [V, K].
+    """
     initial = None if initial_state is None else initial_state.contiguous()
     last = None if dfinal is None else dfinal.contiguous()
-    states = States(
-        call.by_chunk(call.value, call.key), call.by_chunk(call.value, CHUNK), call.by_chunk(call.value, call.key)
-    )
-    found, back = (states.found, states.residual, None), (states.gradient, dv)
+    states, dstates = (call.by_chunk(call.value, call.key) for _ in range(2))
+    residual = call.by_chunk(call.value, CHUNK)
+    found, back = (states, residual, None), (dstates, dv)
     if call.segments == 1:
         # One step after the other in few programs: on an H200, 64 of 16 key and 32 value heads of 128.
         launch_concurrently(
@@ -376,14 +362,14 @@ def recur_both_ways(
             lambda: recur(call, system, initial, found),
             lambda: _launch(call, system, dout, last, back, dinitial),
         )
-        return states
+        return states, residual, dstates
     transition = recur(call, system, initial, found)
     assert transition is not None
     added = call.by_segment(call.value, call.key)
     _launch(call, system, dout, None, (None, None), None, added)
     starts = chain(call, transition, added, last, dinitial, backward=True)
     _launch(call, system, dout, starts, back, None)
-    return states
+    return states, residual, dstates
 
 
 def _launch(

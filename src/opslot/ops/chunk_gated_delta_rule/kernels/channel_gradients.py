@@ -209,8 +209,8 @@ def write_channel_gradients(
     dq, dk, dv, dg, dbeta = grads
     dout = as_tokens(dout)
     plan = call.plan
-    states = recur_both_ways(call, system, initial_state, dout, dfinal, dv, dinitial)
-    pairs = write_pairs(call, None, dout, states.residual, dv)
+    states, residual, dstates = recur_both_ways(call, system, initial_state, dout, dfinal, dv, dinitial)
+    pairs = write_pairs(call, None, dout, residual, dv)
     blocks = cdiv(call.key, plan.key_block)
     parts = dbeta.new_empty((blocks, *call.rate.shape), dtype=torch.float32)
     given = [torch.empty_like(x, dtype=torch.float32) if call.normalize else x for x in (dq, dk)]
@@ -218,7 +218,7 @@ def write_channel_gradients(
         (call.per_chunk // call.group, blocks, 1),
         (
             *(call.q, call.k, call.rate, dout, *call.chunks.table, system.cumulated, system.norms),
-            *(states.found, states.residual, states.gradient, dv, *pairs, *given, parts, dg),
+            *(states, residual, dstates, dv, *pairs, *given, parts, dg),
         ),
         strides(call.q, call.k, dout),
         (call.rate.numel(),),
