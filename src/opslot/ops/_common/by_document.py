@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
@@ -101,9 +102,7 @@ def _boundaries_by_position(positions: Tensor) -> dict[str, Any]:
     """The keyword arguments for the documents whose positions [B, S] restart; none where each row is one document."""
     if not may_pack(positions):
         return {}
-    starts = torch.ones_like(positions, dtype=torch.bool)
-    starts[:, 1:] = positions.diff(dim=1) != 1
-    return boundaries_of(offsets_of(starts))
+    return boundaries_of(offsets_of(pad(positions.diff(dim=1) != 1, (1, 0), value=True)))
 
 
 class Document(NamedTuple):

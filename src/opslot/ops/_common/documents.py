@@ -100,9 +100,7 @@ def cu_seqlens_in(kwargs: Mapping[str, Any]) -> Tensor | None:
     # Where a module takes only seq_idx, its callers pass the boundaries as it, [documents + 1].
     if seq_idx.dim() == 1:
         return seq_idx
-    starts = torch.ones_like(seq_idx, dtype=torch.bool)
-    starts[:, 1:] = seq_idx.diff(dim=1) != 0
-    return offsets_of(starts).to(torch.int32)
+    return offsets_of(F.pad(seq_idx.diff(dim=1) != 0, (1, 0), value=True)).to(torch.int32)
 
 
 def documents_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,8 +204,7 @@ def assert_separated(model: Any, positions: Tensor | None, cu_seqlens: Tensor, l
 
 def continued_at(positions: Tensor, cu_seqlens: Tensor) -> int | None:
     """The first token that starts a document of `cu_seqlens` and continues the positions [B, S] of the one before."""
-    continues = torch.zeros_like(positions, dtype=torch.bool)
-    continues[:, 1:] = positions.diff(dim=1) == 1
+    continues = F.pad(positions.diff(dim=1) == 1, (1, 0))
     starts = cu_seqlens[cu_seqlens < positions.numel()].to(positions.device, torch.long)
     found = starts[continues.flatten()[starts]]
     return int(found[0]) if len(found) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -15,29 +14,21 @@ from opslot.ops._common.arguments import adjacent
 from opslot.ops._common.specs import H200
 from opslot.ops.attention.kernels.compressed_forward import ALL, COUNTS, INDICES
 from opslot.ops.attention.kernels.intervals import interval_strides, intervals
-from opslot.ops.attention.triton import Tile
+from opslot.ops.attention.triton import Tile, TilePlan
 
 LOG2E = math.log2(math.e)
 
 
-@dataclass(frozen=True)
-class CompressedTiles:
-    """Tiles of the kernels. `rows` are query heads of one token; those of `dkv` are of several."""
-
-    forward: Tile
-    dq: Tile
-    dkv: Tile
-
-
-# By element size. These fit into 99 KiB of shared memory, that of the smallest supported GPUs, at the widest head.
+# By element size; rows are query heads of one token, for the gradient of keys those of several. These fit into 99 KiB
+# of shared memory, that of the smallest supported GPUs, at the widest head.
 PLANS = {
-    2: CompressedTiles(Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 32, 4, 1)),
-    4: CompressedTiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    2: TilePlan(Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), (Tile(16, 32, 4, 1),)),
+    4: TilePlan(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
 }
-H200_PLANS = PLANS | {2: CompressedTiles(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2))}
+H200_PLANS = PLANS | {2: TilePlan(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), (Tile(32, 64, 8, 2),))}
 
 
-def plan(element_bytes: int, capability: tuple[int, int] | None) -> CompressedTiles:
+def plan(element_bytes: int, capability: tuple[int, int] | None) -> TilePlan:
     return (H200_PLANS if capability == H200 else PLANS)[element_bytes]
 
 

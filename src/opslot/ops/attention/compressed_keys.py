@@ -43,7 +43,7 @@ def _by_query(call: CompressedCall, inputs: BackwardInputs) -> Tensor:
     q, kv, dout, lse, delta, scale = inputs
     selected = call.selected
     assert selected is not None
-    tile, keys, places = call.plan.dkv, call.compressed, call.places
+    (tile,), keys, places = call.plan.dk_dv, call.compressed, call.places
     found = torch.zeros(call.batch, keys, call.width, dtype=torch.float32, device=q.device)
     tokens = max(1, _PARTS_BYTES // (call.batch * places * call.width * q.element_size()))
     tokens = min(tokens, call.queries)
@@ -79,7 +79,7 @@ def _by_query(call: CompressedCall, inputs: BackwardInputs) -> Tensor:
 
 def _by_block(call: CompressedCall, inputs: BackwardInputs, compressed: bool) -> Tensor:
     q, kv, dout, lse, delta, scale = inputs
-    tile = call.plan.dkv
+    (tile,) = call.plan.dk_dv
     keys = call.compressed if compressed else call.window_keys
     blocks = cdiv(keys, tile.keys)
     selected = call.selected
