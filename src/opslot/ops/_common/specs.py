@@ -91,11 +91,6 @@ def add_liger_kernel(op: OpSpec, variants: Iterable[str], **options: Any) -> Non
     add_gpu_kernel(op, "liger_kernel", "liger:{variant}", (LIGER, TRITON), variants, portable=True, **options)
 
 
-def add_quack_kernel(op: OpSpec, variants: Iterable[str], *, quack: Requirement = QUACK, **options: Any) -> None:
-    """The functions of the op's quack.py, for GPUs from Hopper on."""
-    add_gpu_kernel(op, "quack", "quack:{variant}", (quack, CUTLASS), variants, capability=(9, 0), **options)
-
-
 def add_npu_kernel(op: OpSpec, variants: Iterable[str] | None = None, **options: Any) -> None:
     """The functions of the op's npu.py."""
     npu = HardwareRequirement("npu")
@@ -113,6 +108,6 @@ def priority_in_16_bits(request: KernelRequest) -> int | None:
     return 80 if request.dtype in measured else None
 
 
-def fp32_priority(value: int) -> Callable[[KernelRequest], int | None]:
-    """`value` for float32, else None: on CPUs plain torch is faster than eager in float32, not in bfloat16."""
-    return lambda request: value if request.dtype in (None, torch.float32) else None
+def fp32_priority(request: KernelRequest) -> int | None:
+    """60 for float32, else None: on CPUs plain torch is faster than eager in float32, not in bfloat16."""
+    return 60 if request.dtype in (None, torch.float32) else None

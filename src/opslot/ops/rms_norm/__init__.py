@@ -1,6 +1,7 @@
 """rms_norm: registration of the op and of its kernels."""
 
 from opslot.ops._common.specs import (
+    CUTLASS,
     FLA,
     H200,
     HALF_FLOATS,
@@ -9,7 +10,6 @@ from opslot.ops._common.specs import (
     add_gpu_kernel,
     add_liger_kernel,
     add_npu_kernel,
-    add_quack_kernel,
     add_torch_kernel,
     add_triton_kernel,
     fp32_priority,
@@ -39,15 +39,18 @@ add_triton_kernel(OP, priority={H200: 80}, description="one pass each way, deter
 # A separate name that guarantees the property; `triton` also has it.
 add_triton_kernel(OP, name="batch_invariant", description="triton, batch-invariant")
 add_liger_kernel(OP, _WEIGHTED, priority={H200: 60}, description="Liger-Kernel, not in place")
-add_torch_kernel(OP, _WEIGHTED, priority={"cpu": fp32_priority(60)}, description="plain torch with a custom backward")
+add_torch_kernel(OP, _WEIGHTED, priority={"cpu": fp32_priority}, description="plain torch with a custom backward")
 for _quack, _variants in (
     (QUACK, ["standard", "cast_after_weight", "unweighted"]),
     (_QUACK_WITH_OFFSET, ["weight_offset"]),
 ):
-    add_quack_kernel(
+    add_gpu_kernel(
         OP,
+        "quack",
+        "quack:{variant}",
+        (_quack, CUTLASS),
         _variants,
-        quack=_quack,
+        capability=(9, 0),
         supports=_multiple_of_8,
         priority={H200: 70},
         description="quack-kernels, on CuTe",

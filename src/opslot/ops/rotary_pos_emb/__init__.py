@@ -32,7 +32,7 @@ add_triton_kernel(
 add_torch_kernel(
     OP,
     ["full", "full_fp32", "single", "half_cos_sin", "partial"],
-    priority={"cpu": fp32_priority(60)},
+    priority={"cpu": fp32_priority},
     description="plain torch with a custom backward",
 )
 # With copies that keep the caller's q and k it is faster than eager and slower than triton.
