@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from opslot._base.boundaries import BOUNDARIES, boundaries_of, offsets_of
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
 from opslot._base.tensor_cache import TensorCache
+from opslot.distributed import gather_outputs, get_parallel_state
 from opslot.ops._common.documents import (
     cu_seqlens_in,
     given_arguments,
@@ -31,7 +33,6 @@ from opslot.ops._common.documents import (
     models_around,
     positions_of_documents,
 )
-from opslot.ops._common.ranks import gather_tokens, ranks_of_shards
 from opslot.patchgen.forms import OTHER_STATES
 from opslot.slots import walk_slots
 from opslot.slots.protocol import takes_earlier_tokens, why_by_document
@@ -103,6 +104,23 @@ def _boundaries_by_position(positions: Tensor) -> dict[str, Any]:
     if not may_pack(positions):
         return {}
     return boundaries_of(offsets_of(pad(positions.diff(dim=1) != 1, (1, 0), value=True)))
+
+
+# Cosine and sine.
+_gathered: TensorCache[Tensor] = TensorCache(4)
+
+
+def ranks_of_shards(module: Any) -> ProcessGroup | None:
+    """The ranks whose shards of sequences the attention of `module` joins; None where it has global sequences."""
+    kernel = AttentionInterface().get(module.config._attn_implementation)
+    return get_parallel_state().sp_group if getattr(kernel, "joins_shards", False) else None
+
+
+def gather_tokens(x: Tensor, ranks: ProcessGroup) -> Tensor:
+    """[B, S, ...] of all ranks' shards [B, S / ranks, ...]; with gradient."""
+    if x.requires_grad:
+        return gather_outputs(x, 1, ranks)
+    return _gathered.get(x, lambda: gather_outputs(x, 1, ranks), ranks)
 
 
 class Document(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from opslot.distributed.ulysses import gather_outputs
-from opslot.ops._common.ranks import ranks_of_shards
+from opslot.ops._common.by_document import ranks_of_shards
 from opslot.ops.attention.bits import select, visible_intervals
 from opslot.ops.attention.masks import Layout
 from opslot.ops.attention.reference import causal_of

@@ -6,7 +6,7 @@ from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops.layer_norm.arguments import checked
+from opslot.ops.layer_norm.op import checked
 
 _KERNEL = "layer_norm_implementation='liger_kernel'"
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from opslot.ops._common.arguments import reject, require_floats
 from opslot.ops._common.cost import elementwise_cost
 from opslot.ops._common.module_forward import ModuleForward
 from opslot.ops.layer_norm.cases import CASES, benchmark_case
@@ -23,6 +25,27 @@ MAX_WIDTH = 16384
 def standard(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
     return nn.functional.layer_norm(hidden_states, hidden_states.shape[-1:], weight, bias, eps)
+
+
+def checked(kernel: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
+    """The dtype of the output.
+
+    Args:
+        kernel: its configuration, for errors.
+
+    Raises:
+        KernelError: unsupported shapes or dtypes.
+    """
+    width = x.shape[-1] if x.dim() else 0
+    require_floats(kernel, hidden_states=x, weight=weight, bias=bias)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != (width,):
+            reject(kernel, name, f"its shape is {tuple(tensor.shape)}, not ({width},)", "use eager")
+    if width > MAX_WIDTH:
+        reject(kernel, "hidden_states", f"its rows have {width} elements, more than {MAX_WIDTH}", "use eager")
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        return torch.float32
+    return x.dtype
 
 
 def normalized_shape(module: Any) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
 from opslot.ops._common.arguments import are_given, zero
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
-from opslot.ops.layer_norm.arguments import checked
+from opslot.ops.layer_norm.op import checked
 
 
 @triton.jit(do_not_specialize=["rows"])
