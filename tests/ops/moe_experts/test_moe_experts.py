@@ -330,10 +330,16 @@ def changed(**other):
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (changed(hidden_states=lambda t: t[None]), "of [3, 3, 3, 2] dimensions"),
-        (changed(gate_up_proj=lambda t: t[:, :-2]), "gate_up_proj [4, 30, 32] with down_proj [4, 32, 16]"),
-        (changed(hidden_states=lambda t: t[:-1]), "hidden_states [10, 32] with top_k_index [11, 2]"),
-        (changed(top_k_weights=lambda t: t[:, :1]), "top_k_weights [11, 1] with top_k_index [11, 2]"),
+        (
+            changed(hidden_states=lambda t: t[None]),
+            "hidden_states [1, 11, 32], down_proj [4, 32, 16], top_k_index [11, 2]",
+        ),
+        (changed(gate_up_proj=lambda t: t[:, :-2]), "gate_up_proj [4, 30, 32], down_proj [4, 32, 16]"),
+        (changed(hidden_states=lambda t: t[:-1]), "hidden_states [10, 32], down_proj [4, 32, 16], top_k_index [11, 2]"),
+        (
+            changed(top_k_weights=lambda t: t[:, :1]),
+            "top_k_weights [11, 1], down_proj [4, 32, 16], top_k_index [11, 2]",
+        ),
         (
             changed(hidden_states=lambda t: t.bfloat16()),
             "hidden_states in torch.bfloat16, gate_up_proj in torch.float32",

@@ -39,11 +39,13 @@ def prepare(
         hidden_states = hidden_states.to(wanted)
         cast: dict[str, Any] = {name: t.to(wanted) for name, t in experts._asdict().items() if isinstance(t, Tensor)}
         experts = experts._replace(**cast)
+    weights = _named(experts)
+    tensors = {**weights, "hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
     problem = (
-        _shape_problem(hidden_states, experts, top_k_index, top_k_weights)
-        or _device_problem(hidden_states, *_named(experts).values(), top_k_index, top_k_weights)
-        or _dtype_problem(hidden_states, experts, top_k_index, top_k_weights, dtypes)
-        or (_stride_problem(experts) if contiguous else None)
+        _shape_problem(experts, tensors)
+        or _device_problem(tensors)
+        or _dtype_problem({"hidden_states": hidden_states, **weights}, top_k_index, top_k_weights, dtypes)
+        or (_stride_problem(weights) if contiguous else None)
     )
     widths = experts.sizes[1:] if not problem else ()
     if any(width % multiple for width in widths):
@@ -81,60 +83,44 @@ def _named(experts: Experts) -> dict[str, Tensor]:
     return {name: t for name, t in named.items() if t is not None}
 
 
-def _shape_problem(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Problem:
-    down = experts.down_proj
-    up_weights = {name: t for name, t in _named(experts).items() if name in ("gate_up_proj", "gate_proj", "up_proj")}
-    up_layout = "[E, H, 2I]" if experts.transposed else "[E, 2I, H]"
-    down_layout = "[E, I, H]" if experts.down_transposed else "[E, H, I]"
-    if experts.halves == 1:
-        up_layout = "[E, I, H]"
-    if x.dim() != 2 or any(t.dim() != 3 for t in (*up_weights.values(), down)) or index.dim() != 2:
-        dims = [t.dim() for t in (x, *up_weights.values(), down, index)]
+def _shape_problem(experts: Experts, tensors: dict[str, Tensor]) -> Problem:
+    rows = "I" if experts.halves == 1 else "2I"
+    layouts = {
+        **dict.fromkeys(
+            ("gate_up_proj", "gate_proj", "up_proj"), ("E", "H", rows) if experts.transposed else ("E", rows, "H")
+        ),
+        "down_proj": ("E", "I", "H") if experts.down_transposed else ("E", "H", "I"),
+        "gate_up_proj_bias": ("E", rows),
+        "down_proj_bias": ("E", "H"),
+        "hidden_states": ("T", "H"),
+        "top_k_index": ("T", "K"),
+        "top_k_weights": ("T", "K"),
+    }
+    sizes = {d: size for name in ("down_proj", "top_k_index") for d, size in zip(layouts[name], tensors[name].shape)}
+    sizes["2I"] = 2 * sizes.get("I", 0)
+    wrong = [name for name, t in tensors.items() if t.shape != tuple([sizes.get(d) for d in layouts[name]])]
+    if wrong:
+        shown = dict.fromkeys((*wrong, "down_proj", "top_k_index"))
         return (
-            f"hidden_states, {', '.join(up_weights)}, down_proj and top_k_index of {dims} dimensions",
-            f"pass [T, H], {', '.join([up_layout] * len(up_weights))}, {down_layout} and [T, K]",
+            ", ".join(f"{name} {list(tensors[name].shape)}" for name in shown),
+            "pass " + ", ".join(f"{name} as [{', '.join(layouts[name])}]" for name in shown),
         )
-    count, hidden, intermediate = experts.sizes
-    rows = experts.halves * intermediate
-    wanted = (count, hidden, rows) if experts.transposed else (count, rows, hidden)
-    if any(t.shape != wanted for t in up_weights.values()):
-        found = " and ".join(f"{name} {list(t.shape)}" for name, t in up_weights.items())
-        return (
-            f"{found} with down_proj {list(down.shape)}",
-            f"pass {' and '.join(up_weights)} as {up_layout} and down_proj as {down_layout}",
-        )
-    biases = [t for t in (experts.gate_up_bias, experts.down_bias) if t is not None]
-    if biases and [list(b.shape) for b in biases] != [[count, 2 * intermediate], [count, hidden]]:
-        return (
-            f"biases {' and '.join(str(list(b.shape)) for b in biases)} with down_proj {list(down.shape)}",
-            "pass gate_up_proj_bias as [E, 2I] and down_proj_bias as [E, H]",
-        )
-    if x.shape[1] != hidden or index.shape[0] != x.shape[0]:
-        return (
-            f"hidden_states {list(x.shape)} with top_k_index {list(index.shape)} and hidden width {hidden}",
-            "pass hidden_states as [T, H] and top_k_index as [T, K]",
-        )
-    if not count or not index.shape[1]:
-        return f"{count} experts and {index.shape[1]} choices a token", "pass at least one of both"
-    if weights.shape != index.shape:
-        return (
-            f"top_k_weights {list(weights.shape)} with top_k_index {list(index.shape)}",
-            "pass one weight for each index",
-        )
+    if not sizes["E"] or not sizes["K"]:
+        return f"{sizes['E']} experts and {sizes['K']} choices a token", "pass at least one of both"
     return None
 
 
-def _device_problem(*tensors: Tensor) -> Problem:
-    devices = {str(t.device) for t in tensors}
+def _device_problem(tensors: dict[str, Tensor]) -> Problem:
+    devices = {str(t.device) for t in tensors.values()}
     if len(devices) == 1:
         return None
     return f"tensors on {' and '.join(sorted(devices))}", "move them all to one device"
 
 
 def _dtype_problem(
-    x: Tensor, experts: Experts, index: Tensor, weights: Tensor, dtypes: frozenset[torch.dtype] | None
+    named: dict[str, Tensor], index: Tensor, weights: Tensor, dtypes: frozenset[torch.dtype] | None
 ) -> Problem:
-    named = {"hidden_states": x, **_named(experts)}
+    x = named["hidden_states"]
     if len({t.dtype for t in named.values()}) > 1:
         return (
             ", ".join(f"{name} in {t.dtype}" for name, t in named.items()),
@@ -151,8 +137,8 @@ def _dtype_problem(
     return None
 
 
-def _stride_problem(experts: Experts) -> Problem:
-    strided = {name: t for name, t in _named(experts).items() if not t.is_contiguous()}
+def _stride_problem(weights: dict[str, Tensor]) -> Problem:
+    strided = {name: t for name, t in weights.items() if not t.is_contiguous()}
     if not strided:
         return None
     return (
