@@ -155,3 +155,19 @@ def test_second_derivative_raises():
     x = torch.randn(5, requires_grad=True)
     with pytest.raises(KernelError, match=r"toy: a kernel of triton\.py has no second derivative"):
         torch.autograd.grad(double(x).square().sum(), x, create_graph=True)
+
+
+def test_backward_through_an_exported_op_raises():
+    class Double(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(5))
+
+        def forward(self, x):
+            return double(x * self.weight)
+
+    module, x = Double(), torch.randn(5)
+    exported = torch.export.export(module, (x,), strict=False).module()
+    assert torch.equal(exported(x), module(x))
+    with pytest.raises(KernelError, match=r"opslot::test_double has no derivative .*\n.*bind\(model, 'eager'\)"):
+        exported(x).sum().backward()

@@ -48,13 +48,15 @@ def custom_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any
     Returns:
         A function that calls the op under torch.compile, under a dispatch mode (selective activation checkpointing) and
         for tensor subclasses, else `function`. An output that is not needed may be None; the op itself returns an empty
-        tensor instead.
+        tensor instead. The op has no derivative of its own: backward through a call of it outside of an
+        autograd.Function, as in a graph of torch.export, raises KernelError.
     """
     name = schema.partition("(")[0]
     tensors = len(_arguments(schema)[0])
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, _dispatched(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"opslot::{name}", _dispatched(fake), lib=_LIBRARY)
+    torch.library.register_autograd(f"opslot::{name}", _without_derivative(name), lib=_LIBRARY)
     overload = getattr(torch.ops.opslot, name).default
 
     def call(*args: Any) -> Any:
@@ -70,6 +72,18 @@ def custom_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any
 
 def _is_plain_list(arg: Any) -> bool:
     return isinstance(arg, list | tuple) and type(arg[0]) in _PLAIN
+
+
+def _without_derivative(name: str) -> Callable[..., Any]:
+    """The backward of op `name`. Without one torch would only warn, and give no gradients to what is before it."""
+
+    def backward(ctx: Any, *douts: Any) -> Any:
+        raise KernelError(
+            f"opslot::{name} has no derivative outside of opslot's own call of it, as in a graph of torch.export",
+            hint="to train an exported model, call opslot.bind(model, 'eager') before torch.export",
+        )
+
+    return backward
 
 
 def _dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
