@@ -273,6 +273,7 @@ def test_extreme_gates_are_finite(name):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiles_with_fullgraph(name, variant):
+    torch._dynamo.reset()
     tensors = inputs(variant=variant)
     compiled = torch.compile(load(name, variant), fullgraph=True, backend="aot_eager")
     out, grads = gradients(compiled, tensors)
