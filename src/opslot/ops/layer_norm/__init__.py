@@ -1,6 +1,6 @@
 """layer_norm: registration of the op and of its kernels."""
 
-from opslot.ops._common.specs import H200, add_liger_kernel, add_triton_kernel
+from opslot.ops._common.specs import H200, add_triton_kernel
 from opslot.ops.layer_norm.op import MAX_WIDTH, OP, normalized_shape
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
@@ -17,11 +17,6 @@ def _unsupported(request: KernelRequest) -> str | None:
     return None if shape[0] <= MAX_WIDTH else f"supports widths up to {MAX_WIDTH}, this module's is {shape[0]}"
 
 
-def _unsupported_by_liger(request: KernelRequest) -> str | None:
-    affine = request.module is None or getattr(request.module, "bias", None) is not None
-    return _unsupported(request) or (None if affine else "requires a weight and a bias")
-
-
 def _priority(request: KernelRequest) -> int | None:
     """For widths of large models.
 
@@ -34,4 +29,3 @@ def _priority(request: KernelRequest) -> int | None:
 
 KERNEL_REGISTRY.register_op(OP)
 add_triton_kernel(OP, supports=_unsupported, priority={H200: _priority}, description="one pass each way, deterministic")
-add_liger_kernel(OP, ["standard"], supports=_unsupported_by_liger, description="Liger-Kernel")

@@ -45,10 +45,12 @@ def _forward_kernel(
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=1, keep_dims=True) / WIDTH
     centered = tl.where(inside, x - mean, 0.0)
-    # The rounding error of the mean, which dominates in rows of nearly equal values.
-    rest = tl.sum(centered, axis=1, keep_dims=True) / WIDTH
-    mean += rest
-    centered = tl.where(inside, centered - rest, 0.0)
+    if x_ptr.dtype.element_ty != tl.bfloat16:
+        # The rounding error of the mean, which dominates in rows of nearly equal values. In bfloat16, values that are
+        # not equal differ by far more; with this sum, 1152 channels would take 0.20 ms instead of 0.17.
+        rest = tl.sum(centered, axis=1, keep_dims=True) / WIDTH
+        mean += rest
+        centered = tl.where(inside, centered - rest, 0.0)
     rstd = tl.rsqrt(tl.sum(centered * centered, axis=1, keep_dims=True) / WIDTH + eps)
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
