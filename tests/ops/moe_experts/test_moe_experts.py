@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import facts_of
 from opslot._base.errors import KernelError
+from opslot.ops._common.activations import limit_has_gradient
 from opslot.ops.moe_experts import op
 from opslot.slots import KernelRequest
 from tests.ops.moe_experts.inputs import DEVICE, KERNELS, inputs, load
@@ -238,6 +239,44 @@ def test_unsupported_forward_mode_ad_raises(name, place):
         assert torch.equal(call(tensors[place]), load(name)(*tensors))
         with pytest.raises(KernelError, match="has no forward-mode derivative"):
             call(forward_ad.make_dual(tensors[place], torch.ones_like(tensors[place])))
+
+
+def in_dual_level(function, x):
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(x, x))
+
+
+def in_backward(function, x):
+    x = x.clone().requires_grad_()
+    y = x.clone()
+    y.register_hook(function)
+    torch.autograd.grad(y.sum(), x)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        in_dual_level,
+        in_backward,
+        lambda function, x: torch.func.jvp(function, (x,), (x,)),
+        lambda function, x: torch.vmap(function)(x),
+        lambda function, x: torch.func.grad(lambda y: function(y).sum())(x),
+        torch.no_grad()(lambda function, x: function(x)),
+        torch.inference_mode()(lambda function, x: function(x)),
+    ],
+    ids=["dual level", "backward", "jvp", "vmap", "grad", "no_grad", "inference_mode"],
+)
+def test_gradient_at_the_limit_is_known_wherever_kernels_are_first_loaded(run):
+    x = torch.ones(3, requires_grad=True)
+    passes = torch.autograd.grad(x.clamp(max=1.0).sum(), x)[0].bool().all()
+    found = []
+
+    def call(y):
+        found.append(limit_has_gradient.__wrapped__())
+        return y * 1.0
+
+    run(call, torch.ones(3))
+    assert found == [bool(passes)]
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES
@@ -17,11 +17,16 @@ from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES
 @cache
 def limit_has_gradient() -> bool:
     """Whether torch.clamp passes the gradient of a value that equals its limit: 2.13 does, 2.15 does not."""
-    # In forward mode: a backward pass would start the threads of autograd, and this runs at imports.
-    with torch.inference_mode(False), forward_ad.dual_level():
-        one = torch.ones((), device="cpu")
-        tangent = forward_ad.unpack_dual(forward_ad.make_dual(one, one).clamp(max=1.0)).tangent
-        return bool(tangent == 1)
+    # The first call may be inside of torch.func, forward-mode AD or a backward pass. A new thread is not.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_limit_has_gradient).result()
+
+
+def _limit_has_gradient() -> bool:
+    one = torch.ones((), device="cpu", requires_grad=True)
+    # The gradient's formula alone: a backward pass would start the threads of autograd, and this runs at imports.
+    formula: Any = one.clamp(max=1.0).grad_fn
+    return bool(formula(torch.ones((), device="cpu")) == 1)
 
 
 # What a kernel takes as `activation`: a name below, or the module or function that a model applies.
