@@ -2,7 +2,10 @@
 
 import copy
 import dataclasses
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -27,6 +30,39 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.other(torch.tanh(self.norm(x)))
+
+
+def test_one_channel_has_no_gradient():
+    kernel = KERNEL_REGISTRY.load("layer_norm", "standard", "triton")
+    x, weight = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in [(33, 1), (1,)])
+    kernel(hidden_states=x, weight=weight, bias=None, eps=1e-6).backward(torch.randn(33, 1, device=DEVICE))
+    assert not x.grad.any()
+    assert not weight.grad.any()
+
+
+COMPILE_BACKWARD = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from opslot.ops.layer_norm.triton import _backward_kernel as kernel
+
+sizes = {"dout_stride": 1, "x_stride": 1, "WIDTH": 1, "ROWS": 16, "COLUMNS": 1, "STAGES": 1}
+sizes |= {"HAS_WEIGHT": True, "NEED_X": True, "NEED_WEIGHT": False, "NEED_BIAS": False}
+constants = {(i,): sizes[p.name] for i, p in enumerate(kernel.params) if p.name in sizes}
+types = {p.name: "constexpr" if p.name in sizes else "i32" if p.name == "rows" else "*fp32" for p in kernel.params}
+print(triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+
+
+@pytest.mark.slow
+def test_one_channel_computes_no_difference_on_a_gpu(tmp_path):
+    """A fused multiply-add would make weight * dout - average a rounding error, which 1 / sqrt(eps) multiplies."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE_BACKWARD]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "st.global" in run.stdout
+    assert "fma" not in run.stdout
 
 
 @pytest.mark.parametrize("width", [3, 65, 123, 1000])

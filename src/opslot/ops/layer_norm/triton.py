@@ -107,9 +107,14 @@ def _backward_kernel(
         if NEED_X:
             if HAS_WEIGHT:
                 dout *= weight
-            along = tl.sum(dout * normalized, axis=1, keep_dims=True) / WIDTH
-            average = tl.sum(dout, axis=1, keep_dims=True) / WIDTH
-            dx = rstd * (dout - average - normalized * along)
+            if WIDTH == 1:
+                # The output does not depend on x. A fused multiply-add would make weight * dout - average the rounding
+                # error of the product instead of 0, and rstd is 1 / sqrt(eps).
+                dx = tl.zeros_like(dout)
+            else:
+                along = tl.sum(dout * normalized, axis=1, keep_dims=True) / WIDTH
+                average = tl.sum(dout, axis=1, keep_dims=True) / WIDTH
+                dx = rstd * (dout - average - normalized * along)
             tl.store(dx_ptr + row * WIDTH + column, downcast(dx, dx_ptr.dtype.element_ty), mask=mask)
     column = tl.arange(0, COLUMNS)
     program = tl.program_id(0).to(tl.int64)
