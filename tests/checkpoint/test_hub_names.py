@@ -9,10 +9,13 @@ import torch
 import transformers
 from torch import nn
 
+import opslot
 from opslot._base.errors import CheckpointError
+from opslot.checkpoint import save_weights
 from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.hub_names import hub_names
+from opslot.verify.tiny import tiny_config
 
 
 @pytest.fixture
@@ -92,6 +95,21 @@ def test_unknown_source_keys_are_those_of_save_pretrained(mixtral) -> None:
         f"model.layers.1.{experts}.*.w1.weight",
         f"model.layers.1.{experts}.*.w3.weight",
     ]
+
+
+def test_names_that_transformers_does_not_read_again(tmp_path) -> None:
+    """ShieldGemma 2's renamings are for its classifier, and Transformers' Auto classes take Gemma 3's class for it."""
+    config = tiny_config("shieldgemma2")
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    wanted = model.state_dict()
+    save_weights(model, tmp_path / "opslot")
+    read = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "opslot").state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
+    model.save_pretrained(tmp_path / "transformers")
+    built = opslot.build_foundation_model(
+        config, tmp_path / "transformers", ops_implementation="eager", architecture=type(model).__name__
+    ).state_dict()
+    assert all(torch.equal(built[name], tensor) for name, tensor in wanted.items())
 
 
 def conversion(model: nn.Module) -> tuple[CheckpointTensorConverter, dict[str, torch.Tensor]]:

@@ -6,15 +6,16 @@ tensors a layer in the model, are `block_sparse_moe.experts.<e>.w1.weight` and s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opslot.checkpoint.hub_names import transformers_view
 from opslot.checkpoint.safetensors_file import TensorSpec
+from opslot.slots.binding import original_class
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class HubFormat:
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         self._model = transformers_view(model)
+        loading = get_model_conversion_mapping(self._model)
+        self._loading = tuple([t for t in loading if isinstance(t, kind)] for kind in (WeightRenaming, WeightConverter))
         transforms = getattr(model, "_weight_conversions", None)
         if transforms is None:
             mapping = get_model_conversion_mapping(self._model, add_legacy=False)
@@ -68,6 +71,30 @@ class HubFormat:
 
         return revert_weight_conversion(self._model, dict(tensors))
 
+    def renamed(self, tensors: Iterable[str]) -> dict[str, str]:
+        """The names that `save_pretrained` gives to those of the model's tensors whose values it copies."""
+        return {name: self._renamed(name) for name in tensors if self._key(name)[0] < 0}
+
+    def _renamed(self, name: str) -> str:
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def _readable(self, name: str, saved: str, tensors: Mapping[str, TensorSpec]) -> str:
+        """`saved`, or `name` where Transformers reads only that as the model's tensor `name`.
+
+        Some renamings of a model_type are for one of its classes: those of ShieldGemma 2 are for its classifier, and
+        Transformers' Auto classes take Gemma 3's class for it.
+        """
+        read = partial(self._read, tensors=tensors)
+        return name if saved != name and read(saved) != name and read(name) == name else saved
+
+    def _read(self, saved: str, tensors: Mapping[str, TensorSpec]) -> str:
+        """The model's tensor as which Transformers reads the checkpoint's `saved`."""
+        from transformers.core_model_loading import rename_source_key
+
+        return rename_source_key(saved, *self._loading, self._model.base_model_prefix, tensors)[0]
+
     def _key(self, name: str) -> tuple[int, str]:
         for index, converter in enumerate(self._converters):
             renamed, pattern = converter.rename_source_key(name)
@@ -78,14 +105,22 @@ class HubFormat:
     def _group(self, key: tuple[int, str], names: Sequence[str], tensors: Mapping[str, TensorSpec]) -> HubGroup:
         index, name = key
         if index < 0:
-            renamed = name
-            for renaming in self._renamings:
-                renamed, _ = renaming.rename_source_key(renamed)
-            return HubGroup((name,), [replace(tensors[name], name=renamed)], converts=False)
+            saved = self._readable(name, self._renamed(name), tensors)
+            return HubGroup((name,), [replace(tensors[name], name=saved)], converts=False)
         specs = [tensors[name] for name in names]
         sources = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs}
         results = [TensorSpec.of(name, tensor) for name, tensor in self.convert(sources).items()]
         return HubGroup(tuple(names), results, converts=True)
+
+
+def transformers_view(model: Any) -> Any:
+    """An object with the modules of `model`, of the class that it had before FSDP2 derived its own.
+
+    Transformers looks conversions up by class name.
+    """
+    stand_in: Any = object.__new__(original_class(model))
+    stand_in.__dict__.update(model.__dict__)
+    return stand_in
 
 
 def hub_format(model: Any) -> HubFormat | None:

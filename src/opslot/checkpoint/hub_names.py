@@ -13,6 +13,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint.converter import Converter, Shapes
 from opslot.checkpoint.experts import STACKED_NAME, ExpertTensorConverter, family_of, is_expert_tensor
+from opslot.checkpoint.hub_format import HubFormat, transformers_view
 from opslot.checkpoint.model_tensors import stored_specs
 from opslot.checkpoint.safetensors_file import TensorSpec
 from opslot.checkpoint.tensor_slice import TensorSlice
-from opslot.slots.binding import original_class
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -114,6 +115,8 @@ class _Assigner:
         if pattern is None:
             names = _with_prefix(renamed, self._model)
             found = next((n for n in names if n in self._tensors or self._experts.can_handle(n)), None)
+            # Transformers does not read some names that it writes itself: see `HubFormat`.
+            found = found or self._written.get(name)
             if found is not None:
                 self._copied[name] = found
                 self._learn(name, [found])
@@ -133,6 +136,11 @@ class _Assigner:
         placing = HubTensorConverter(self._copied, self._tensors, self._experts, self._known_keys)
         return HubNames(self._renamed, [placing, *self._converted.values()], self._known_keys, self._model)
 
+    @cached_property
+    def _written(self) -> dict[str, str]:
+        """The model's tensors, by the names that `save_pretrained` gives to those of which it copies the values."""
+        return {saved: name for name, saved in HubFormat(self._model).renamed(self._tensors).items()}
+
     def _single_expert(self, name: str, target: str, pattern: str, conversion: Any) -> str | None:
         """The per-expert name of `name`, for `ExpertTensorConverter`; None if it is not one expert's of `target`."""
         projection, expert = _projection(conversion, pattern, target), _expert_number(name, target)
@@ -149,16 +157,6 @@ class _Assigner:
                 known = self._known_keys.setdefault(family_of(target), [])
                 if family_of(name) not in known:
                     known.append(family_of(name))
-
-
-def transformers_view(model: Any) -> Any:
-    """An object with the modules of `model`, of the class that it had before FSDP2 derived its own.
-
-    Transformers looks conversions up by class name.
-    """
-    stand_in: Any = object.__new__(original_class(model))
-    stand_in.__dict__.update(model.__dict__)
-    return stand_in
 
 
 def _with_prefix(name: str, model: Any) -> Iterator[str]:
