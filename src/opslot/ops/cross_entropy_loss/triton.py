@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.device import triton_interpreted
+from opslot._base.jit import downcast
 from opslot._base.kernel_launch import cdiv
 from opslot.ops._common.batch_invariant import linear_into
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
@@ -142,7 +143,7 @@ def _loss_kernel(
                 grad = tl.where(column == label, -others, tl.exp(x - highest)) * norm
             if CAPPED:
                 grad *= _slope(x, scale, cap, False, CAPPED)
-            tl.store(row_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < vocab)
+            tl.store(row_ptr + column, downcast(grad, logits_ptr.dtype.element_ty), mask=column < vocab)
 
 
 @triton.jit
@@ -216,7 +217,7 @@ def _token_kernel(
             grad = tl.where(column == label, a * (others / total), -a * p) - b * p * above
             if SCALED or CAPPED:
                 grad *= _slope(x, scale, cap, SCALED, CAPPED)
-            tl.store(row_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < vocab)
+            tl.store(row_ptr + column, downcast(grad, logits_ptr.dtype.element_ty), mask=column < vocab)
     else:
         tl.store(log_probs_ptr + row, own_above - log_total)
         own_weighted = own_exp * tl.where(own == float("-inf"), 0.0, own_above)
@@ -233,7 +234,7 @@ def _rescale_kernel(x_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
         for block in range(start, numel, step):
             offsets = block + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + offsets, mask=offsets < numel)
-            tl.store(x_ptr + offsets, (x.to(tl.float32) * factor).to(x.dtype), mask=offsets < numel)
+            tl.store(x_ptr + offsets, downcast(x.to(tl.float32) * factor, x.dtype), mask=offsets < numel)
 
 
 def rows(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
