@@ -283,6 +283,12 @@ def test_apply_to_a_module_without_slots_raises():
         opslot.apply(torch.nn.Linear(2, 2))
 
 
+def test_build_of_a_model_without_slots_raises():
+    with pytest.raises(ConfigError, match="found nothing to bind in LevitForImageClassification") as raised:
+        opslot.build_foundation_model(tiny_config("levit"), architecture="LevitForImageClassification")
+    assert "attention of LevitAttention: it computes attention itself" in str(raised.value)
+
+
 @pytest.mark.parametrize("call", [opslot.apply, opslot.restore])
 def test_non_module_raises(call):
     with pytest.raises(ConfigError, match=rf"opslot\.{call.__name__} takes a model, found 'path/to/model'"):

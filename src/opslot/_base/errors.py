@@ -92,7 +92,12 @@ def count_of(problems: Sequence[str]) -> str:
     return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
 
 
+_PACKAGE = re.compile(r"pip install (?:-\S+ )*([\w.-]+)|requires the ([\w.-]+) library")
+
+
 def missing_package(error: Exception) -> str:
-    """The package that the message of an ImportError names; "" for any other error."""
-    found = re.search(r"pip install (?:-\S+ )*([\w.-]+)", str(error)) if isinstance(error, ImportError) else None
-    return found[1] if found else ""
+    """The package that an ImportError names; "" for any other error."""
+    found = _PACKAGE.search(str(error)) if isinstance(error, ImportError) else None
+    if found:
+        return found[1] or found[2]
+    return (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

@@ -64,14 +64,7 @@ def apply(
     if not _may_bind(moves) and not already:
         if binding_of(model) is not None or _selects_any(model, config, device, dtype):
             return bind_everywhere(model, config, device=device, dtype=dtype)
-        raise ConfigError(
-            f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
-            found="; ".join(["no module in whose code slots were found", *_skips(model)]),
-            hint=(
-                "see what `opslot discover ARCHITECTURE` finds; a class with code of another form declares its slots "
-                "with OpSlot (docs/architectures.md); OPSLOT_BACKEND=hf trains it as it is"
-            ),
-        )
+        raise nothing_to_bind(model)
     _copy_shared_activations(model)
     _report_unread(model)
     for module, old, new in moves:
@@ -136,6 +129,18 @@ def _selects_any(
     return any(
         KERNEL_REGISTRY.op(slot.resolution.op_name).per_module and slot.resolution.chosen != "eager"
         for slot in resolve(model, ops, device=device, dtype=dtype).slots
+    )
+
+
+def nothing_to_bind(model: Any) -> ConfigError:
+    """The error for a model in which there is nothing to bind, with what keeps its implementation and why."""
+    return ConfigError(
+        f"opslot found nothing to bind in {type(model).__name__} ({type(model).__module__})",
+        found="; ".join(["no module in whose code slots were found", *_skips(model)]),
+        hint=(
+            "see what `opslot discover ARCHITECTURE` finds; a class with code of another form declares its slots "
+            "with OpSlot (docs/architectures.md); OPSLOT_BACKEND=hf trains it as it is"
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError, missing_package
 from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
-from opslot.models._apply import apply, bind_everywhere, has_slots
+from opslot.models._apply import apply, bind_everywhere, has_slots, nothing_to_bind
 from opslot.models._config_values import check_values, padding_problem
 from opslot.models._registry import (
     ARCHITECTURES,
@@ -265,8 +265,8 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
         )
     if backend == "opslot" and theirs.__module__.startswith("transformers."):
         empty = _instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)
-        if not has_slots(empty) and not _has_kernels_per_module(empty):
-            MODELING_REGISTRY.get(model_type)
+        if not has_slots(empty) and not _has_kernels_per_module(empty) and model_type not in MODELING_REGISTRY:
+            raise nothing_to_bind(empty)
     return theirs
 
 
