@@ -283,6 +283,19 @@ def test_apply_to_a_module_without_slots_raises():
         opslot.apply(torch.nn.Linear(2, 2))
 
 
+def test_models_log_with_the_verbosity_of_transformers(caplog):
+    model = AutoModelForCausalLM.from_config(tiny_config("falcon")).train()
+    model.gradient_checkpointing_enable()
+    opslot.apply(model, "eager")
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=True)
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+    assert "use_cache=True" not in caplog.text
+
+
 def test_build_of_a_model_without_slots_raises():
     with pytest.raises(ConfigError, match="found nothing to bind in LevitForImageClassification") as raised:
         opslot.build_foundation_model(tiny_config("levit"), architecture="LevitForImageClassification")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -10,6 +11,7 @@ from importlib.util import spec_from_file_location
 from types import CodeType, ModuleType
 
 from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError, known_archs, materialize
+from opslot.patchgen.source import modeling_module
 
 
 class _SourceLoader(SourceFileLoader):
@@ -18,6 +20,14 @@ class _SourceLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, and let it log as its original, whose level users set with Transformers' verbosity."""
+        super().exec_module(module)
+        names = vars(module)
+        found = names.get("logger")
+        if isinstance(found, logging.Logger) and found.name == module.__name__:
+            names["logger"] = logging.getLogger(modeling_module(module.__name__.rpartition(".")[2]))
 
 
 class GeneratedFinder(MetaPathFinder):
