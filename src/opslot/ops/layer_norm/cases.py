@@ -51,6 +51,7 @@ CASES = [
     _case("large values", (64, 160), scale=1e3),
     _case("mean of 10", (64, 160), mean=10.0),
     _case("nearly equal values", (33, 123), scale=1e-3, mean=30.0),
+    _case("one channel", (33, 1)),
     _case("40960x1152", (40960, 1152), role="bench"),
     _case("16384x4096", (16384, 4096), role="bench"),
     _case("8192x768", (8192, 768), role="bench"),
