@@ -103,27 +103,32 @@ def test_flash_attention_4_with_softcap_has_no_backward_of_documents(flash, form
 
 
 @pytest.mark.parametrize(
-    ("length", "width", "given", "expected"),
+    ("length", "width", "causal", "given", "expected"),
     [
-        (24, 64, {}, "triton"),
-        (40, 64, {}, "flash"),
-        (40, 72, {}, "triton"),
-        (65, 72, {}, "flash"),
-        (80, 64, documents(24, 24, 32), "triton"),
-        (80, 64, documents(24, 40, 16), "flash"),
+        (24, 64, False, {}, "triton"),
+        (40, 64, False, {}, "flash"),
+        (40, 72, False, {}, "triton"),
+        (65, 72, False, {}, "flash"),
+        (80, 64, False, documents(24, 24, 32), "triton"),
+        (80, 64, False, documents(24, 40, 16), "flash"),
+        (80, 64, False, {"sliding_window": 8}, "triton"),
+        (80, 64, False, {"sliding_window": 9}, "flash"),
+        (80, 64, True, {"sliding_window": 16}, "triton"),
+        (80, 64, True, {"sliding_window": 17}, "flash"),
     ],
 )
-def test_longest_document_selects_flash_attention_4_or_triton(monkeypatch, length, width, given, expected):
+def test_length_and_window_select_flash_attention_4_or_triton(monkeypatch, length, width, causal, given, expected):
     pytest.importorskip("triton")
-    from opslot.ops.attention import by_length
+    from opslot.ops.attention import flash4_or_triton
 
     called = []
-    monkeypatch.setattr(by_length, "SHORT", 32)
-    monkeypatch.setattr(by_length, "SHORT_IF_PADDED", 64)
-    monkeypatch.setattr(by_length.triton, "attention", lambda *args, **kwargs: called.append("triton"))
-    monkeypatch.setattr(by_length, "make_flash", lambda version: lambda *args, **kwargs: called.append("flash"))
+    monkeypatch.setattr(flash4_or_triton, "SHORT", 32)
+    monkeypatch.setattr(flash4_or_triton, "SHORT_IF_PADDED", 64)
+    monkeypatch.setattr(flash4_or_triton, "NARROW_WINDOW", 16)
+    monkeypatch.setattr(flash4_or_triton.triton, "attention", lambda *args, **kwargs: called.append("triton"))
+    monkeypatch.setattr(flash4_or_triton, "make_flash", lambda version: lambda *args, **kwargs: called.append("flash"))
     q, k, v = tensors(length=length, width=width, batch=1)
-    by_length.make_attention()(Attention(False), q, k, v, None, scaling=0.25, **given)
+    flash4_or_triton.make_attention()(Attention(causal), q, k, v, None, scaling=0.25, **given)
     assert called == [expected]
 
 

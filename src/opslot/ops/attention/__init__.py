@@ -6,7 +6,7 @@ from typing import Any
 
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.attention.op import OP
-from opslot.ops.attention.options import options_of
+from opslot.ops.attention.options import NARROW_WINDOW, options_of
 from opslot.ops.attention.widths import padded_widths, widest_head
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, Requirement
 
@@ -121,6 +121,13 @@ def _flash_4_priority(request: KernelRequest) -> int:
     return 80 if options_of(request).softcap is None else 50
 
 
+def _flash_4_or_triton_priority(request: KernelRequest) -> int | None:
+    """With causality only for windows: short documents alone were not measured."""
+    if request.variant == "bidirectional":
+        return 85
+    return 82 if any(window <= NARROW_WINDOW for window in options_of(request).windows) else None
+
+
 def _sparse_priority(request: KernelRequest) -> int | None:
     """Of compressed and selected keys; not measured in float32."""
     return 80 if request.dtype in HALF_FLOATS else None
@@ -152,8 +159,8 @@ def _flash(
     )
 
 
-def _by_length() -> Callable[..., Any]:
-    from opslot.ops.attention.by_length import make_attention
+def _flash_4_or_triton() -> Callable[..., Any]:
+    from opslot.ops.attention.flash4_or_triton import make_attention
 
     return make_attention()
 
@@ -199,14 +206,16 @@ _flash(
 add_gpu_kernel(
     OP,
     "flash_attention_4_or_triton",
-    _by_length,
+    _flash_4_or_triton,
     (*_FLASH_4, TRITON),
-    ["bidirectional"],
+    _OF_ALL_KEYS,
     capability=(9, 0),
     dtypes=HALF_FLOATS,
-    supports=_all_of(_head_dims_of_flash_4, _no_deterministic_backward, _no_dropout, _allowed("_supports_flash_attn")),
-    priority={H200: 85},
-    description="FlashAttention 4, and triton for short sequences",
+    supports=_all_of(
+        _head_dims_of_flash_4, _no_softcap, _no_deterministic_backward, _no_dropout, _allowed("_supports_flash_attn")
+    ),
+    priority={H200: _flash_4_or_triton_priority},
+    description="FlashAttention 4, and triton for short sequences and narrow windows",
 )
 add_triton_kernel(
     OP,

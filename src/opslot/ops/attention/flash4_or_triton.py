@@ -1,4 +1,4 @@
-"""FlashAttention 4 for long sequences and opslot's Triton kernel for short ones, such as windows of a vision tower."""
+"""FlashAttention 4, and opslot's Triton kernel for short sequences (windows of a vision tower) and narrow windows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from opslot.ops._common.documents import longest_document
 from opslot.ops.attention import triton
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.flash import make_flash
+from opslot.ops.attention.options import NARROW_WINDOW
+from opslot.ops.attention.reference import causal_of
 from opslot.ops.attention.widths import padded_widths
 
 # Tokens up to which `triton` is faster on an H200, forward and backward: see the table in `__init__.py`. Padding costs
@@ -20,19 +22,21 @@ SHORT, SHORT_IF_PADDED = 256, 1024
 
 
 def make_attention() -> Callable[..., Any]:
-    """Attention with the kernel that is faster for the longest document; imports FlashAttention 4."""
+    """Attention with the kernel that is faster for the longest document and the window; imports FlashAttention 4."""
     flash = make_flash(4)
 
     @takes_call
     def attention(call: AttentionCall) -> tuple[Tensor, None]:
         """`op.reference`, but `attention_mask` is a [B, S] padding mask or None."""
-        _, query, key, value, *_, kwargs = call
+        module, query, key, value, *_, kwargs = call
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         longest = query.shape[2] if cu_seqlens is None else longest_document(cu_seqlens, kwargs.get("max_length_q"))
         widths = query.shape[-1], value.shape[-1]
         grouped = query.shape[1] != key.shape[1]
         short = SHORT if padded_widths(4, *widths, grouped=grouped) == widths else SHORT_IF_PADDED
-        kernel = triton.attention if longest <= short else flash
+        window = kwargs.get("sliding_window")
+        seen = longest if window is None else window if causal_of(module, kwargs) else 2 * window - 1
+        kernel = triton.attention if longest <= short or seen <= NARROW_WINDOW else flash
         return kernel(*call[:-1], **kwargs)
 
     attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
