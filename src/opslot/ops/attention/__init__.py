@@ -88,6 +88,7 @@ def _all_of(*checks: Supports) -> Supports:
 # Forward and backward in ms at 2 x 8192 tokens, bf16, causal, of triton, FlashAttention 4 and torch's FlashAttention 2,
 # which sdpa and cudnn take for windows and packed documents:
 #   head size 256, 16/8 heads                 10.4  10.9  14.8
+#   the same, 16/4 heads, 1 x 8192            5.41  5.48  not measured, cudnn 4.38
 #   head size 256, 16/8 heads, window 1024    3.13  3.23  4.15
 #   head size 64, 64/8 heads, window 128      0.86  1.19  1.76
 #   head size 128, 32/8 heads, 16 documents   1.96  1.64  2.95
@@ -128,6 +129,11 @@ def _flash_4_or_triton_priority(request: KernelRequest) -> int | None:
     return 82 if any(window <= NARROW_WINDOW for window in options_of(request).windows) else None
 
 
+def _cudnn_or_triton_priority(request: KernelRequest) -> int | None:
+    """For head size 256, above `triton`; others were not measured."""
+    return 86 if options_of(request).widths == {(256, 256)} else None
+
+
 def _sparse_priority(request: KernelRequest) -> int | None:
     """Of compressed and selected keys; not measured in float32."""
     return 80 if request.dtype in HALF_FLOATS else None
@@ -160,9 +166,15 @@ def _flash(
 
 
 def _flash_4_or_triton() -> Callable[..., Any]:
-    from opslot.ops.attention.flash4_or_triton import make_attention
+    from opslot.ops.attention.by_call import flash_4_or_triton
 
-    return make_attention()
+    return flash_4_or_triton()
+
+
+def _cudnn_or_triton() -> Callable[..., Any]:
+    from opslot.ops.attention.by_call import cudnn_or_triton
+
+    return cudnn_or_triton()
 
 
 _OF_ALL_KEYS = ("causal", "bidirectional")
@@ -216,6 +228,18 @@ add_gpu_kernel(
     ),
     priority={H200: _flash_4_or_triton_priority},
     description="FlashAttention 4, and triton for short sequences and narrow windows",
+)
+add_gpu_kernel(
+    OP,
+    "cudnn_or_triton",
+    _cudnn_or_triton,
+    (TRITON,),
+    ["causal"],
+    capability=(9, 0),
+    dtypes=HALF_FLOATS,
+    supports=_all_of(_head_dim_up_to, _no_softcap, _no_sinks, _no_dropout, _allowed("_supports_sdpa")),
+    priority={H200: _cudnn_or_triton_priority},
+    description="Triton, and cuDNN for long rows without documents, padding and windows",
 )
 add_triton_kernel(
     OP,
