@@ -14,8 +14,9 @@ import opslot
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
 from opslot.ops.attention import masks, op
+from opslot.ops.attention.mask_patterns import pattern_of
 from opslot.slots import KernelSpec
-from opslot.verify.tiny import shrink
+from opslot.verify.tiny import shrink, tiny_config
 from tests.models.sizes import SIZES as COMMON
 
 SIZES = {
@@ -135,6 +136,14 @@ def test_kernel_without_masks_names_the_mask_that_it_cannot_apply():
     images = masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: (q < 4) & (k < 4))
     with pytest.raises(KernelError, match=r"'flash_like' cannot apply this mask \(or_masks(.|\n)*hint: use sdpa"):
         make(1, 9, 9, mask_function=images, attention_mask=None)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda b, h, q, k: q == k, lambda b, h, q, k: any(q == j == k for j in range(9)), lambda *args: args[2] == 0],
+)
+def test_functions_that_read_their_arguments_are_not_taken_for_constant_ones(function):
+    assert pattern_of(masking_utils.or_masks(masking_utils.causal_mask_function, function)) is None
 
 
 @pytest.mark.parametrize(
@@ -371,6 +380,30 @@ def masks_seen(flash_like, monkeypatch):
     spec = KERNEL_REGISTRY.get("attention", "causal", "flash_like")
     KERNEL_REGISTRY.register(dataclasses.replace(spec, variant="bidirectional"))
     return flash_like
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("kernel", ["flash_like", "auto"])
+def test_images_whose_tokens_see_each_other(kernel, compiles, masks_seen):
+    """A kernel without masks would compute causal attention."""
+    config = tiny_config("gemma3")
+    torch.manual_seed(0)
+    expected = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model = copy.deepcopy(expected)
+    spec = KERNEL_REGISTRY.get("attention", "causal", "flash_like")
+    KERNEL_REGISTRY.register(dataclasses.replace(spec, priority=99), replace=True)
+    opslot.apply(model, {"preset": "eager", "attn_implementation": kernel})
+    model = torch.compile(model, backend="eager") if compiles else model
+    types = torch.zeros_like(IDS)
+    types[:, 2:7] = 1
+    inputs = {"input_ids": IDS, "token_type_ids": types, "attention_mask": torch.ones_like(IDS)}
+    with torch.no_grad():
+        if kernel == "flash_like":
+            with pytest.raises(KernelError, match=r"'flash_like' cannot apply this mask \(or_masks"):
+                model(**inputs)
+        else:
+            torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, rtol=1e-4, atol=1e-4)
+    assert not masks_seen
 
 
 @pytest.mark.parametrize("name", ENCODERS)

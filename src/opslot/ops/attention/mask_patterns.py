@@ -66,8 +66,9 @@ def _read_of_model(function: Any, name: str) -> MaskPattern | None:
         window = _cells(function)["sliding_window"]
         return MaskPattern(reach=window if function(0, 0, 0, window) else window - 1)
     if name.endswith("<lambda>") and not function.__closure__:
+        # Without a read of its arguments, here or in a function inside, it returns the same for all keys.
         reads = any(i.opname.startswith("LOAD_FAST") for i in dis.get_instructions(function))
-        # It returns the same for all keys, since it does not read its arguments.
+        reads = reads or bool(function.__code__.co_cellvars)
         return BIDIRECTIONAL if not reads and bool(function(0, 0, 0, 0)) else None
     return None
 
@@ -107,7 +108,7 @@ def pattern_of(mask_function: Any) -> MaskPattern | None:
     if pattern is None or pattern.causal is None:
         return None
     if pattern.reach is None:
-        # Without causality, a window that ends at one side is none of Transformers' masks.
+        # Transformers has no mask without causality whose window limits one side only.
         return None if pattern.window is not None and not pattern.causal else pattern
     return None if pattern.window is not None else pattern._replace(window=pattern.reach + 1, reach=None)
 

@@ -178,9 +178,10 @@ def local_mask_function(mask_function: Any, **given: Any) -> Layout | None:
     Raises:
         KernelError: another mask than Transformers' causal, bidirectional, sliding-window and chunked ones.
     """
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    pattern = None if compiling else pattern_of(mask_function)
+    if compiling and not _has_more_parts(mask_function, given):
         return _compiled(given)
-    pattern = pattern_of(mask_function)
     if pattern is None:
         raise KernelError(
             f"sequence parallelism cannot apply this mask ({_shown(mask_function)})",
@@ -201,6 +202,15 @@ def _compiled(given: Mapping[str, Any]) -> Layout | None:
         # Of `create_bidirectional_sliding_window_mask` without a further function.
         return Layout(causal=False, window=size + 1)
     return Layout(chunk=size) if size == getattr(given.get("config"), "attention_chunk_size", None) else None
+
+
+def _has_more_parts(mask_function: Any, given: Mapping[str, Any]) -> bool:
+    """In a compiled model, whether a mask has parts that its kernel would not get, such as images whose tokens see each
+    other. Such a part of a packed batch is not found."""
+    if given.get("use_vmap"):
+        # With this setting, Gemma 3 sees both sides in all layers, and its modules have `is_causal` and the window.
+        return getattr(given.get("config"), "use_bidirectional_attention", None) is not True
+    return bool(getattr(mask_function, "__name__", "") == "or_mask")
 
 
 def _shown(mask_function: Any) -> str:
@@ -261,6 +271,8 @@ def mask_function(
                 return own_or_dense(given)
             padding = None if given["attention_mask"] is None else own(**given)
             return layout._replace(length=given["kv_length"], padding=padding)
+        if not any_mask and _has_more_parts(given["mask_function"], given):
+            return own_or_dense(given)
         found = layout or own(**given)
         # A mask of padding does not show a module that is not causal that this one is.
         if isinstance(found, Tensor) and not any_mask and given["mask_function"] is masking_utils.causal_mask_function:
