@@ -92,12 +92,15 @@ def count_of(problems: Sequence[str]) -> str:
     return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
 
 
-_PACKAGE = re.compile(r"pip install (?:-\S+ )*([\w.-]+)|requires the ([\w.-]+) library")
+# What installs a package may have another name than the library (pillow and PIL), so it comes first.
+_PACKAGE = (r"pip install (?:-\S+ )*([\w.-]+)", r"requires the ([\w.-]+) library")
 
 
 def missing_package(error: Exception) -> str:
     """The package that an ImportError names; "" for any other error."""
-    found = _PACKAGE.search(str(error)) if isinstance(error, ImportError) else None
-    if found:
-        return found[1] or found[2]
+    if not isinstance(error, ImportError):
+        return ""
+    for pattern in _PACKAGE:
+        if found := re.search(pattern, str(error)):
+            return found[1].rstrip(".")
     return (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
