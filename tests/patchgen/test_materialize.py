@@ -24,6 +24,7 @@ import pytest
 import opslot.generated  # noqa: F401
 from opslot.patchgen import PatchConfig, PatchError, Slot, cache, engine, materialize, register_patch
 from opslot.patchgen.materialization import REGISTERED_PATCHES, cache_key, find_patch, known_archs, require_patch
+from opslot.patchgen.names import architecture_from
 
 TOY = '''
     class ToyNorm:
@@ -206,7 +207,9 @@ def test_xdg_cache_home(monkeypatch, tmp_path):
 
 
 def test_old_entries_are_pruned_and_recent_ones_kept(tmp_path):
-    days = {"qwen3": (0, 29, 31, 60), "toy": (40, 50)}
+    elsewhere = architecture_from("transformers_modules.org.code.modeling_toy")
+    days = {"qwen3": (0, 29, 31, 60), "toy": (40, 50), elsewhere: (40,)}
+    (tmp_path / "a file").touch()
     for arch, ages in days.items():
         for age in ages:
             entry = tmp_path / arch / f"used {age} days ago"
@@ -215,7 +218,11 @@ def test_old_entries_are_pruned_and_recent_ones_kept(tmp_path):
         (tmp_path / arch / ".lock").touch()
     cache.prune(tmp_path)
     left = {arch: sorted(entry.name for entry in (tmp_path / arch).iterdir()) for arch in days}
-    assert left == {"qwen3": [".lock", "used 0 days ago", "used 29 days ago"], "toy": [".lock", "used 40 days ago"]}
+    assert left == {
+        "qwen3": [".lock", "used 0 days ago", "used 29 days ago"],
+        "toy": [".lock", "used 40 days ago"],
+        elsewhere: [".lock"],
+    }
 
 
 def test_concurrent_processes_with_an_empty_cache(own_cache):

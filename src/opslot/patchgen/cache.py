@@ -1,4 +1,4 @@
-"""The cache of generated modules: checked when read, written at once by one process, rid of what nothing uses."""
+"""The cache of generated modules: checked when read, written atomically by one process, pruned of unused entries."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from opslot._base.files import write_text
 from opslot._base.logging import get_logger
+from opslot.patchgen.names import is_elsewhere
 
 logger = get_logger(__name__)
 
@@ -168,13 +169,16 @@ def touch(entry: Path) -> None:
 
 
 def prune(root: Path) -> None:
-    """Remove entries that were not used this month, but the last used one of each architecture.
+    """Remove entries that were not used this month, except the last used one of each architecture of Transformers.
 
-    A process whose entry is removed under it keeps running; the next one generates the entry again.
+    Each version of a checkpoint's own code is another architecture, so none of their entries is kept. A process whose
+    entry is removed keeps running; the next one generates the entry again.
     """
+    # Another process may remove the same entries.
     with contextlib.suppress(OSError):
-        for arch in root.iterdir():
-            used = {entry: entry.stat().st_mtime for entry in arch.iterdir() if entry.name != _LOCK_FILE}
-            for entry in sorted(used, key=used.__getitem__)[:-1]:
+        for folder in filter(Path.is_dir, root.iterdir()):
+            used = {entry: entry.stat().st_mtime for entry in folder.iterdir() if entry.name != _LOCK_FILE}
+            unused = sorted(used, key=used.__getitem__)
+            for entry in unused if is_elsewhere(folder.name) else unused[:-1]:
                 if time.time() - used[entry] > _UNUSED_SECONDS:
                     shutil.rmtree(entry, ignore_errors=True)
