@@ -40,37 +40,52 @@ def test_one_channel_has_no_gradient():
     assert not weight.grad.any()
 
 
-COMPILE_BACKWARD = """
+COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from opslot.ops.layer_norm.triton import _backward_kernel as kernel
+from opslot.ops.layer_norm.triton import {kernel} as kernel
 
-sizes = {"dout_stride": 1, "x_stride": 1, "WIDTH": 1, "ROWS": 16, "COLUMNS": 1, "STAGES": 1}
-sizes |= {"HAS_WEIGHT": True, "NEED_X": True, "NEED_WEIGHT": False, "NEED_BIAS": False}
-constants = {(i,): sizes[p.name] for i, p in enumerate(kernel.params) if p.name in sizes}
-types = {p.name: "constexpr" if p.name in sizes else "i32" if p.name == "rows" else "*fp32" for p in kernel.params}
+sizes, scalars = {sizes}, {{"rows": "i32", "x_stride": "i32", "eps": "fp32"}}
+constants = {{(i,): sizes[p.name] for i, p in enumerate(kernel.params) if p.name in sizes}}
+types = {{p.name: "constexpr" if p.name in sizes else scalars.get(p.name, "*{dtype}") for p in kernel.params}}
 print(triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """
+
+
+def instructions(folder, kernel, dtype, **sizes):
+    """Those of a kernel on an H100, as PTX."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE.format(kernel=kernel, dtype=dtype, sizes=sizes)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "st.global" in run.stdout
+    return run.stdout
 
 
 @pytest.mark.slow
 def test_one_channel_computes_no_difference_on_a_gpu(tmp_path):
     """A fused multiply-add would make weight * dout - average a rounding error, which 1 / sqrt(eps) multiplies."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE_BACKWARD]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "st.global" in run.stdout
-    assert "fma" not in run.stdout
+    sizes = {"dout_stride": 1, "x_stride": 1, "WIDTH": 1, "ROWS": 16, "COLUMNS": 1, "STAGES": 1}
+    needs = {"HAS_WEIGHT": True, "NEED_X": True, "NEED_WEIGHT": False, "NEED_BIAS": False}
+    assert "fma" not in instructions(tmp_path, "_backward_kernel", "fp32", **sizes, **needs)
 
 
+@pytest.mark.slow
+def test_mean_of_bfloat16_is_rounded_to_nearest_on_a_gpu(tmp_path):
+    """Of a row of equal values it is that value; an error would be multiplied by 1 / sqrt(eps)."""
+    sizes = {"WIDTH": 1152, "ROWS": 1, "COLUMNS": 2048, "HAS_WEIGHT": False, "HAS_BIAS": False}
+    assert "div.rn.f32" in instructions(tmp_path, "_forward_kernel", "bf16", **sizes)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 30.1), (torch.bfloat16, 30.1), (torch.bfloat16, 3008.0)])
 @pytest.mark.parametrize("width", [3, 65, 123, 1000])
-def test_rows_of_equal_values_are_the_bias(width):
+def test_rows_of_equal_values_are_the_bias(width, dtype, value):
     """As in torch's layer norm: the rounding error of the mean is not multiplied by 1 / sqrt(eps)."""
     kernel = KERNEL_REGISTRY.load("layer_norm", "standard", "triton")
-    x, bias = torch.full((4, width), 30.1, device=DEVICE), torch.randn(width, device=DEVICE)
-    out = kernel(hidden_states=x, weight=torch.ones(width, device=DEVICE), bias=bias, eps=1e-6)
+    x = torch.full((4, width), value, device=DEVICE, dtype=dtype)
+    weight, bias = torch.ones(width, device=DEVICE, dtype=dtype), torch.randn(width, device=DEVICE).to(dtype)
+    out = kernel(hidden_states=x, weight=weight, bias=bias, eps=1e-6)
     torch.testing.assert_close(out, bias.expand_as(out), rtol=0, atol=1e-7)
 
 
