@@ -84,7 +84,7 @@ def hub_name(name: str) -> HubName | None:
 def commit_of(name: HubName) -> str | None:
     """The commit that a revision has now, or without a connection had when it was last read; None if it is not found.
 
-    Huggingface_hub's cache records it, as it does when it downloads files of a revision itself.
+    It is recorded in the cache of huggingface_hub, as huggingface_hub does when it downloads files of a revision.
     """
     from huggingface_hub import HfApi, errors
 

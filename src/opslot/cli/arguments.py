@@ -26,7 +26,11 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """What reads a number of that kind, and rejects those that `accepts` does not take."""
+    """An argparse type: reads a number of `kind`, and rejects one for which `accepts` is False.
+
+    Args:
+        expected: what the number must be, for the error.
+    """
 
     def read(text: str) -> Any:
         value = kind(text)

@@ -22,12 +22,12 @@ from opslot.ops.attention.widths import padded_widths
 # Tokens up to which `triton` is faster on an H200, forward and backward: see the table in `__init__.py`. Padding costs
 # time where FlashAttention 4 has no kernel for a head size.
 SHORT, SHORT_IF_PADDED = 256, 1024
-# Tokens from which `cudnn` is used for heads of 256. Fewer than 8192 were not measured, and matter little.
+# Tokens from which `cudnn` is used for heads of 256. Measured at 8192 only.
 _LONG = 1024
 
 
 def flash_4_or_triton() -> Callable[..., Any]:
-    """FlashAttention 4, which this imports, and `triton` for short documents (as in a tower) and narrow windows."""
+    """FlashAttention 4, which this imports, and `triton` for short documents, as in a tower, and for narrow windows."""
     flash = make_flash(4)
 
     @takes_call
@@ -62,11 +62,11 @@ def cudnn_or_triton() -> Callable[..., Any]:
 
 
 def _is_long_row(call: AttentionCall) -> bool:
-    """Whether a call has whole rows, without documents, padding and a window, that cuDNN supports."""
+    """Whether cuDNN supports a call, and its rows are long and have no documents, padding or window."""
     module, query, key, value, mask, dropout, _, kwargs = call
     length = query.shape[2]
     is_whole = kwargs.get("cu_seq_lens_q") is None and mask is None and window_of(key, kwargs) is None
-    # The check is not for compiled graphs, which would break.
+    # cuDNN's check would break a compiled graph.
     if not is_whole or length < _LONG or key.shape[2] != length or torch.compiler.is_compiling():
         return False
     grouped = query.shape[1] != key.shape[1]
