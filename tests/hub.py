@@ -8,8 +8,6 @@ import urllib.parse
 from pathlib import Path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
 NEWER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 
 

@@ -20,9 +20,8 @@ from opslot._base.hub import (
     local_model,
     require_safetensors,
 )
+from tests.hub import COMMIT, NEWER_COMMIT
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-NEWER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 FILES = (
     "config.json",
     "chat_template.jinja",

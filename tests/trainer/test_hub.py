@@ -13,11 +13,9 @@ from opslot.checkpoint.adapters import has_adapters, load_adapter
 from opslot.cli import main
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.base import Callback
+from tests.hub import COMMIT, NEWER_COMMIT
 from tests.multimodal import write_model, write_samples
 from tests.trainer.runs import curve, losses, trainer_of
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-NEWER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture

@@ -97,7 +97,8 @@ def _block_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         distance = q + (keys - length) - k
-        seen = distance >= (0 if causal else -keys)
+        # Without causality true of all keys: the last one is length - 1 tokens after the first query.
+        seen = distance >= (0 if causal else 1 - length)
         if window is not None:
             seen = seen & (distance < window) & (distance > -window)
         return seen if cu_seqlens is None else seen & (document[b, q] == document[b, k])

@@ -51,7 +51,7 @@ _launch = KernelLauncher(_expand_kernel)
 
 
 def expand_pools(pool_bits: Tensor, pools: Tensor, seen: Tensor, tail: Tensor | None, bits: Tensor) -> None:
-    """Write `eager_expand_pools` of `bits.py` to `bits`; that and `pool_bits` are contiguous."""
+    """Write what `eager_expand_pools` of `bits.py` returns to `bits`; `bits` and `pool_bits` are contiguous."""
     batch, heads, queries, words = bits.shape
     if bits.numel() == 0:
         return

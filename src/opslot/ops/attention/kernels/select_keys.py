@@ -82,7 +82,7 @@ _launch = KernelLauncher(_select_kernel)
 
 
 def select_keys(scores: Tensor, top: int, bits: Tensor) -> None:
-    """Write `eager_select` of `bits.py` to `bits`, which is contiguous; scores are in float32."""
+    """Write what `eager_select` of `bits.py` returns to `bits`, which is contiguous; scores are in float32."""
     scores, bits = scores.contiguous().flatten(0, 1), bits.flatten(0, 1)
     rows, keys = scores.shape
     if rows == 0 or keys == 0:
