@@ -406,6 +406,19 @@ def test_images_whose_tokens_see_each_other(kernel, compiles, masks_seen):
     assert not masks_seen
 
 
+def test_images_in_a_compiled_model_without_attention_mask_raise(masks_seen):
+    """Transformers then makes masks of packed documents, in which the part of the images cannot be read."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(tiny_config("paligemma"))
+    opslot.apply(model, {"preset": "eager", "attn_implementation": "flash_like"})
+    types = torch.ones_like(IDS)
+    types[:, :7] = 0
+    inputs = {"input_ids": IDS, "position_ids": torch.arange(17)[None], "token_type_ids": types}
+    with torch.no_grad(), pytest.raises(RuntimeError, match="tokens see later ones"):
+        torch.compile(model, backend="eager")(**inputs)
+    assert not masks_seen
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_masks_with_windows_to_both_sides_are_not_dense(name, masks_seen):
     expected = encoder(name)

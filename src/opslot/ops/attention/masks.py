@@ -206,11 +206,23 @@ def _compiled(given: Mapping[str, Any]) -> Layout | None:
 
 def _has_more_parts(mask_function: Any, given: Mapping[str, Any]) -> bool:
     """In a compiled model, whether a mask has parts that its kernel would not get, such as images whose tokens see each
-    other. Such a part of a packed batch is not found."""
+    other. `_assert_causal` finds such a part where positions may restart."""
     if given.get("use_vmap"):
         # With this setting, Gemma 3 sees both sides in all layers, and its modules have `is_causal` and the window.
         return getattr(given.get("config"), "use_bidirectional_attention", None) is not True
     return bool(getattr(mask_function, "__name__", "") == "or_mask")
+
+
+def _assert_causal(given: Mapping[str, Any], name: str) -> None:
+    """Assert, in a compiled model, that no token sees the next one: tokens of images do, packed documents do not."""
+    device = given["device"]
+    batch = torch.arange(given["batch_size"], device=device)[:, None, None, None]
+    query = torch.arange(given["q_length"] - 1, device=device)[None, None, :, None]
+    seen = given["mask_function"](batch, torch.zeros_like(batch), query, query + 1)
+    message = (
+        f"attn_implementation={name!r} cannot apply a mask in which tokens see later ones, such as those of images"
+    )
+    torch._assert_async(~seen.any(), f"{message}; pass an attention_mask, or use sdpa or eager")
 
 
 def _shown(mask_function: Any) -> str:
@@ -273,6 +285,8 @@ def mask_function(
             return layout._replace(length=given["kv_length"], padding=padding)
         if not any_mask and _has_more_parts(given["mask_function"], given):
             return own_or_dense(given)
+        if not any_mask and given["local_size"] is None and given["mask_function"].__name__ == "and_mask":
+            _assert_causal(given, name)
         found = layout or own(**given)
         # A mask of padding does not show a module that is not causal that this one is.
         if isinstance(found, Tensor) and not any_mask and given["mask_function"] is masking_utils.causal_mask_function:
