@@ -199,7 +199,8 @@ def test_branch_that_moves_while_ranks_start_is_read_once(torchrun, settings, hu
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(settings))
     process = torchrun(2, str(file))
-    _, err = process.communicate()
+    # Two processes import everything, while other tests run.
+    _, err = process.communicate(timeout=300)
     assert process.poll() == 0, err
     recorded = load_config(tmp_path / "out/config.yaml")
     assert recorded.model.model_path == f"org/model@{COMMIT}"
