@@ -77,16 +77,23 @@ def close(found, expected, real=None):
     torch.testing.assert_close(found[real.bool()], expected[real.bool()], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_masks_of_whole_sequences_are_not_dense(name, flash_like):
-    expected = original(name)
+def flash_like_model(expected):
+    """A copy of `expected` with the kernel of `flash_like`, after comparing their first outputs with and without
+    padding."""
     model = copy.deepcopy(expected)
     opslot.apply(model, {"preset": "eager", "attn_implementation": "flash_like"})
     right = torch.ones_like(IDS)
     right[0, 11:] = 0
+    for padding in (None, torch.ones_like(IDS), right, right.flip(1)):
+        close(model(IDS, attention_mask=padding)[0], expected(IDS, attention_mask=padding)[0], padding)
+    return model
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_masks_of_whole_sequences_are_not_dense(name, flash_like):
+    expected = original(name)
     with torch.no_grad():
-        for padding in (None, torch.ones_like(IDS), right, right.flip(1)):
-            close(model(IDS, attention_mask=padding).logits, expected(IDS, attention_mask=padding).logits, padding)
+        model = flash_like_model(expected)
         separate = torch.cat([expected(ids).logits for ids in IDS.split([9, 8], 1)], 1)
         close(model(IDS, position_ids=POSITIONS, use_cache=False, **DOCUMENTS).logits, separate)
         if name != "gpt_oss":
@@ -422,14 +429,8 @@ def test_images_in_a_compiled_model_without_attention_mask_raise(masks_seen):
 @pytest.mark.parametrize("name", ENCODERS)
 def test_masks_with_windows_to_both_sides_are_not_dense(name, masks_seen):
     expected = encoder(name)
-    model = copy.deepcopy(expected)
-    opslot.apply(model, {"preset": "eager", "attn_implementation": "flash_like"})
-    right = torch.ones_like(IDS)
-    right[0, 11:] = 0
     with torch.no_grad():
-        for padding in (None, torch.ones_like(IDS), right, right.flip(1)):
-            found = model(IDS, attention_mask=padding).last_hidden_state
-            close(found, expected(IDS, attention_mask=padding).last_hidden_state, padding)
+        model = flash_like_model(expected)
         separate = torch.cat([expected(ids).last_hidden_state for ids in IDS.split([9, 8], 1)], 1)
         close(model(IDS, position_ids=POSITIONS, **DOCUMENTS).last_hidden_state, separate)
     assert masks_seen

@@ -264,12 +264,13 @@ def downloaded(path: Path) -> Path:
         FileNotFoundError: the data set has no such file.
         DataError: it cannot be downloaded.
     """
-    from huggingface_hub import errors, hf_hub_download
-    from huggingface_hub.utils import disable_progress_bars
-
     cached = None if path.exists() else _CACHED.fullmatch(os.path.normpath(path))
     if cached is None:
         return path
+    # A medium of a local folder, which is read above, does not need them.
+    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub.utils import disable_progress_bars
+
     repo, file = cached["id"].replace("--", "/"), cached["file"]
     disable_progress_bars()
     try:

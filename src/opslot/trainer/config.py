@@ -299,7 +299,7 @@ class EvaluationConfig:
 
 @dataclass
 class RunConfig:
-    """The whole configuration of a run; `opslot.trainer.parse.load_config` reads it from YAML and command line.
+    """The whole configuration of a run; `opslot.trainer.load_config` reads it from YAML and command line.
 
     Args:
         model: the model and its kernels.

@@ -75,8 +75,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
     """
     with contextlib.ExitStack() as before_training:
         before_training.enter_context(stopped_by_signals())
-        from opslot.distributed import destroy_parallel_state
-        from opslot.distributed.consensus import fail_together
+        from opslot.distributed import destroy_parallel_state, fail_together
         from opslot.trainer.display import make_console
         from opslot.trainer.setup import start_processes, with_defaults
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.attention.op import OP
-from opslot.ops.attention.options import NARROW_WINDOW, options_of
+from opslot.ops.attention.options import options_of
 from opslot.ops.attention.widths import padded_widths, widest_head
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, Requirement
 
@@ -88,7 +88,6 @@ def _all_of(*checks: Supports) -> Supports:
 # Forward and backward in ms at 2 x 8192 tokens, bf16, causal, of triton, FlashAttention 4 and torch's FlashAttention 2,
 # which sdpa and cudnn take for windows and packed documents:
 #   head size 256, 16/8 heads                 10.4  10.9  14.8
-#   the same, 16/4 heads, 1 x 8192            5.41  5.48  not measured, cudnn 4.38
 #   head size 256, 16/8 heads, window 1024    3.13  3.23  4.15
 #   head size 64, 64/8 heads, window 128      0.86  1.19  1.76
 #   head size 128, 32/8 heads, 16 documents   1.96  1.64  2.95
@@ -122,18 +121,6 @@ def _flash_4_priority(request: KernelRequest) -> int:
     return 80 if options_of(request).softcap is None else 50
 
 
-def _flash_4_or_triton_priority(request: KernelRequest) -> int | None:
-    """With causality only for windows: short documents alone were not measured."""
-    if request.variant == "bidirectional":
-        return 85
-    return 82 if any(window <= NARROW_WINDOW for window in options_of(request).windows) else None
-
-
-def _cudnn_or_triton_priority(request: KernelRequest) -> int | None:
-    """For head size 256, above `triton`; others were not measured."""
-    return 86 if options_of(request).widths == {(256, 256)} else None
-
-
 def _sparse_priority(request: KernelRequest) -> int | None:
     """Of compressed and selected keys; not measured in float32."""
     return 80 if request.dtype in HALF_FLOATS else None
@@ -165,16 +152,10 @@ def _flash(
     )
 
 
-def _flash_4_or_triton() -> Callable[..., Any]:
-    from opslot.ops.attention.by_call import flash_4_or_triton
+def _by_length() -> Callable[..., Any]:
+    from opslot.ops.attention.by_length import make_attention
 
-    return flash_4_or_triton()
-
-
-def _cudnn_or_triton() -> Callable[..., Any]:
-    from opslot.ops.attention.by_call import cudnn_or_triton
-
-    return cudnn_or_triton()
+    return make_attention()
 
 
 _OF_ALL_KEYS = ("causal", "bidirectional")
@@ -218,28 +199,14 @@ _flash(
 add_gpu_kernel(
     OP,
     "flash_attention_4_or_triton",
-    _flash_4_or_triton,
+    _by_length,
     (*_FLASH_4, TRITON),
-    _OF_ALL_KEYS,
+    ["bidirectional"],
     capability=(9, 0),
     dtypes=HALF_FLOATS,
-    supports=_all_of(
-        _head_dims_of_flash_4, _no_softcap, _no_deterministic_backward, _no_dropout, _allowed("_supports_flash_attn")
-    ),
-    priority={H200: _flash_4_or_triton_priority},
-    description="FlashAttention 4, and triton for short sequences and narrow windows",
-)
-add_gpu_kernel(
-    OP,
-    "cudnn_or_triton",
-    _cudnn_or_triton,
-    (TRITON,),
-    ["causal"],
-    capability=(9, 0),
-    dtypes=HALF_FLOATS,
-    supports=_all_of(_head_dim_up_to, _no_softcap, _no_sinks, _no_dropout, _allowed("_supports_sdpa")),
-    priority={H200: _cudnn_or_triton_priority},
-    description="Triton, and cuDNN for long rows without documents, padding and windows",
+    supports=_all_of(_head_dims_of_flash_4, _no_deterministic_backward, _no_dropout, _allowed("_supports_flash_attn")),
+    priority={H200: 85},
+    description="FlashAttention 4, and triton for short sequences",
 )
 add_triton_kernel(
     OP,

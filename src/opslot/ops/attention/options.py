@@ -9,11 +9,6 @@ from opslot.ops._common.model_config import config_head_sizes, head_sizes, text_
 from opslot.slots import KernelRequest
 from opslot.slots.protocol import attention_options
 
-# Keys that a query sees in a window at most where `triton` is faster than FlashAttention 4, whatever the length. On an
-# H200, forward and backward, a window of 128, 64/8 heads of 64: 0.86 and 1.19 ms at 2 x 8192 tokens; with sinks at 4096
-# tokens 0.22 and 0.71. A window of 1024, 16/8 heads of 256: 1.61 and 1.66. Sizes in between were not measured.
-NARROW_WINDOW = 256
-
 
 class AttentionOptions(NamedTuple):
     """What a kernel must serve to replace the attention of a sub-model.
