@@ -9,6 +9,7 @@ import transformers
 from transformers import AttentionInterface, AutoConfig
 
 import opslot
+from opslot import KERNEL_REGISTRY
 from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
 from opslot.ops.attention.forms import find_attention, find_own_attention
@@ -16,6 +17,7 @@ from opslot.ops.attention.mask_forms import find_masks_of_one_implementation
 from opslot.ops.attention.masks import _warn_of_weights
 from opslot.patchgen.forms import ClassFact, ModuleView
 from opslot.patchgen.source import UpstreamModule
+from opslot.slots import KernelRequest
 from opslot.slots.protocol import COMPUTES_ATTENTION, MASKS_OF
 from opslot.verify.random_model import class_of, random_ids, random_model, whole_batch
 from opslot.verify.tiny import tiny_config
@@ -426,4 +428,30 @@ def test_auto_on_an_h200_serves_the_head_sizes_of_default_configs(arch, monkeypa
     with torch.device("meta"):
         model = class_of(config)._from_config(config, dtype=torch.bfloat16)
     report = opslot.apply(model, "auto")
-    assert {row.chosen for row in report if row.op == "attention"} <= {"triton", "cudnn", "flash_attention_4"}
+    fused = {"triton", "cudnn", "flash_attention_4", "flash_attention_4_or_triton", "cudnn_or_triton"}
+    assert {row.chosen for row in report if row.op == "attention"} <= fused
+
+
+@pytest.mark.parametrize(
+    ("arch", "window", "width", "fastest"),
+    [
+        ("gpt_oss", 128, 64, "flash_attention_4_or_triton"),
+        ("gpt_oss", 4096, 64, "flash_attention_4"),
+        ("mistral", 256, 64, "flash_attention_4_or_triton"),
+        ("mistral", None, 128, "flash_attention_4"),
+        ("mistral", None, 160, "cudnn_or_triton"),
+        ("gemma3_text", 1024, 256, "cudnn_or_triton"),
+        ("gemma2", 1024, 256, "triton"),
+    ],
+)
+def test_kernel_of_a_window_and_head_size_on_an_h200(arch, window, width, fastest):
+    config = AutoConfig.for_model(arch, sliding_window=window, num_hidden_layers=2, head_dim=width)
+    with torch.device("meta"):
+        model = class_of(config)._from_config(config, dtype=torch.bfloat16)
+    opslot.apply(model, "auto")
+    h200 = DeviceFacts("gpu", (9, 0), "NVIDIA H200")
+    given = KernelRequest("attention", "causal", h200, torch.bfloat16, model.model, model.model.config)
+    specs = [spec for spec in KERNEL_REGISTRY.specs("attention") if spec.variant == "causal"]
+    specs = [spec for spec in specs if spec.supports is None or spec.supports(given) is None]
+    values = {spec.name: found.value for spec in specs if (found := spec.priority_for(given)) is not None}
+    assert max(values, key=values.get) == fastest

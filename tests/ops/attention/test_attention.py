@@ -463,6 +463,18 @@ def test_math_backend_never_runs_on_a_gpu(name, width, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["cudnn_or_triton", "flash_attention_4_or_triton"])
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("length", [300, 1024, 1111])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 65}], ids=str)
+def test_either_of_two_kernels_is_as_good_as_eager(name, width, length, options):
+    kernel = usable(name)
+    arguments = tensors(heads=8, kv_heads=2, width=width, batch=2, length=length, device="cuda", dtype=torch.bfloat16)
+    assert_as_good_as_eager(kernel, arguments, {"scaling": width**-0.5} | options)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", KERNELS)
 def test_documents_at_training_lengths(name):
     """GQA with head size 128 and documents longer than a tile, with and without a sliding window."""

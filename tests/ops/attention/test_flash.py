@@ -103,28 +103,62 @@ def test_flash_attention_4_with_softcap_has_no_backward_of_documents(flash, form
 
 
 @pytest.mark.parametrize(
-    ("length", "width", "given", "expected"),
+    ("length", "width", "causal", "given", "expected"),
     [
-        (24, 64, {}, "triton"),
-        (40, 64, {}, "flash"),
-        (40, 72, {}, "triton"),
-        (65, 72, {}, "flash"),
-        (80, 64, documents(24, 24, 32), "triton"),
-        (80, 64, documents(24, 40, 16), "flash"),
+        (24, 64, False, {}, "triton"),
+        (40, 64, False, {}, "flash"),
+        (40, 72, False, {}, "triton"),
+        (65, 72, False, {}, "flash"),
+        (80, 64, False, documents(24, 24, 32), "triton"),
+        (80, 64, False, documents(24, 40, 16), "flash"),
+        (80, 64, False, {"sliding_window": 16}, "flash"),
+        (80, 64, True, {"sliding_window": 16}, "triton"),
+        (80, 64, True, {"sliding_window": 17}, "flash"),
     ],
 )
-def test_longest_document_selects_flash_attention_4_or_triton(monkeypatch, length, width, given, expected):
+def test_length_and_window_select_flash_attention_4_or_triton(monkeypatch, length, width, causal, given, expected):
     pytest.importorskip("triton")
-    from opslot.ops.attention import by_length
+    from opslot.ops.attention import by_call
 
     called = []
-    monkeypatch.setattr(by_length, "SHORT", 32)
-    monkeypatch.setattr(by_length, "SHORT_IF_PADDED", 64)
-    monkeypatch.setattr(by_length.triton, "attention", lambda *args, **kwargs: called.append("triton"))
-    monkeypatch.setattr(by_length, "make_flash", lambda version: lambda *args, **kwargs: called.append("flash"))
+    monkeypatch.setattr(by_call, "SHORT", 32)
+    monkeypatch.setattr(by_call, "SHORT_IF_PADDED", 64)
+    monkeypatch.setattr(by_call, "NARROW_WINDOW", 16)
+    monkeypatch.setattr(by_call.triton, "attention", lambda *args, **kwargs: called.append("triton"))
+    monkeypatch.setattr(by_call, "make_flash", lambda version: lambda *args, **kwargs: called.append("flash"))
     q, k, v = tensors(length=length, width=width, batch=1)
-    by_length.make_attention()(Attention(False), q, k, v, None, scaling=0.25, **given)
+    by_call.flash_4_or_triton()(Attention(causal), q, k, v, None, scaling=0.25, **given)
     assert called == [expected]
+
+
+@pytest.mark.parametrize(
+    ("length", "given", "expected"),
+    [
+        (40, {}, "cudnn"),
+        (31, {}, "triton"),
+        (40, {"sliding_window": 40}, "cudnn"),
+        (40, {"sliding_window": 39}, "triton"),
+        (40, {"attention_mask": torch.ones(1, 40)}, "triton"),
+        (40, documents(16, 24), "triton"),
+    ],
+    ids=str,
+)
+def test_whole_rows_select_cudnn_where_it_supports_them(monkeypatch, length, given, expected):
+    pytest.importorskip("triton")
+    from opslot.ops.attention import by_call
+
+    called, asked = [], []
+    monkeypatch.setattr(by_call, "_LONG", 32)
+    monkeypatch.setattr(by_call, "cudnn", lambda *args, **kwargs: called.append("cudnn"))
+    monkeypatch.setattr(by_call.triton, "attention", lambda *args, **kwargs: called.append("triton"))
+    monkeypatch.setattr(
+        by_call, "can_use_cudnn_attention", lambda params, debug: asked.append(params) or len(asked) == 1
+    )
+    q, k, v = tensors(length=length, batch=1)
+    arguments = {"attention_mask": None, "scaling": 0.25} | given
+    for _ in range(2):
+        by_call.cudnn_or_triton()(Attention(), q, k, v, **arguments)
+    assert called == [expected, "triton"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.attention.op import OP
-from opslot.ops.attention.options import options_of
+from opslot.ops.attention.options import NARROW_WINDOW, options_of
 from opslot.ops.attention.widths import padded_widths, widest_head
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, Requirement
 
@@ -99,7 +99,18 @@ def _all_of(*checks: Supports) -> Supports:
 #   tokens          64          256         576         1024        2048        4096
 #   head size 64    2.91, 0.89  1.12, 0.95  1.33, 1.56  1.66, 2.12  2.66, 3.82  4.99, 7.30
 #   head size 72    4.41, 1.08  2.75, 1.48  2.97, 2.40  3.56, 3.49  4.81, 6.31  7.78, 11.7
-# Without windows and documents, cudnn is faster than triton up to head size 128 (6.95 and 9.9 ms).
+# Without windows and documents, cudnn is faster than triton: 6.95 and 9.9 ms with heads of 128. Of triton and cudnn,
+# 16/4 heads, 16,384 tokens:
+#   rows of tokens  512           1024          2048          4096          8192          32768 (alone)
+#   head size 256   1.29, 1.17    1.90, 1.63    3.15, 2.59    5.68, 4.51    10.8, 8.57    87.0, 70.2
+#   head size 192                                                           9.57, 7.30
+#   head size 160                                                           9.39, 7.27
+#   256, 16/8 heads, not causal                               11.0, 8.48
+# Of triton and FlashAttention 4 with causal windows, 2 x 8192 tokens:
+#   window          128           256           512           1024          2048          4096
+#   64, 32/8 heads  0.43, 0.63    0.57, 0.73    0.92, 0.93    1.46, 1.34    2.44, 2.06
+#   128, 32/8 heads 0.89, 1.04    1.15, 1.17    1.68, 1.47    2.66, 2.10    4.46, 3.28    7.39, 5.25
+# With windows to both sides, of 64, 128 and 256, 12 heads of 64: 0.25 and 0.26, 0.32 and 0.27, 0.44 and 0.35.
 
 
 def _triton_priority(request: KernelRequest) -> int:
@@ -119,6 +130,20 @@ def _triton_priority(request: KernelRequest) -> int:
 def _flash_4_priority(request: KernelRequest) -> int:
     """Below triton with a softcap, with which its backward takes no packed documents."""
     return 80 if options_of(request).softcap is None else 50
+
+
+def _flash_4_or_triton_priority(request: KernelRequest) -> int | None:
+    """With causality only for windows: short documents alone were not measured."""
+    if request.variant == "bidirectional":
+        return 85
+    return 82 if any(window <= NARROW_WINDOW for window in options_of(request).windows) else None
+
+
+def _cudnn_or_triton_priority(request: KernelRequest) -> int | None:
+    """Above `triton` for heads of more than 128, with values of the same width; others were not measured."""
+    widths = options_of(request).widths
+    is_measured = bool(widths) and all(width == value_width and width > 128 for width, value_width in widths)
+    return 86 if is_measured else None
 
 
 def _sparse_priority(request: KernelRequest) -> int | None:
@@ -152,10 +177,16 @@ def _flash(
     )
 
 
-def _by_length() -> Callable[..., Any]:
-    from opslot.ops.attention.by_length import make_attention
+def _flash_4_or_triton() -> Callable[..., Any]:
+    from opslot.ops.attention.by_call import flash_4_or_triton
 
-    return make_attention()
+    return flash_4_or_triton()
+
+
+def _cudnn_or_triton() -> Callable[..., Any]:
+    from opslot.ops.attention.by_call import cudnn_or_triton
+
+    return cudnn_or_triton()
 
 
 _OF_ALL_KEYS = ("causal", "bidirectional")
@@ -199,14 +230,32 @@ _flash(
 add_gpu_kernel(
     OP,
     "flash_attention_4_or_triton",
-    _by_length,
+    _flash_4_or_triton,
     (*_FLASH_4, TRITON),
-    ["bidirectional"],
+    _OF_ALL_KEYS,
     capability=(9, 0),
     dtypes=HALF_FLOATS,
-    supports=_all_of(_head_dims_of_flash_4, _no_deterministic_backward, _no_dropout, _allowed("_supports_flash_attn")),
-    priority={H200: 85},
-    description="FlashAttention 4, and triton for short sequences",
+    supports=_all_of(
+        _head_dims_of_flash_4,
+        _no_softcap,
+        _no_deterministic_backward,
+        _no_dropout,
+        _allowed("_supports_flash_attn"),
+    ),
+    priority={H200: _flash_4_or_triton_priority},
+    description="FlashAttention 4, and triton for short sequences and narrow windows",
+)
+add_gpu_kernel(
+    OP,
+    "cudnn_or_triton",
+    _cudnn_or_triton,
+    (TRITON,),
+    _OF_ALL_KEYS,
+    capability=(9, 0),
+    dtypes=HALF_FLOATS,
+    supports=_all_of(_head_dim_up_to, _no_softcap, _no_sinks, _no_dropout, _allowed("_supports_sdpa")),
+    priority={H200: _cudnn_or_triton_priority},
+    description="Triton, and cuDNN for long rows without documents, padding and windows",
 )
 add_triton_kernel(
     OP,

@@ -9,6 +9,9 @@ from opslot.ops._common.model_config import config_head_sizes, head_sizes, text_
 from opslot.slots import KernelRequest
 from opslot.slots.protocol import attention_options
 
+# Causal windows up to which `triton` is faster than FlashAttention 4, whatever the length.
+NARROW_WINDOW = 256
+
 
 class AttentionOptions(NamedTuple):
     """What a kernel must serve to replace the attention of a sub-model.

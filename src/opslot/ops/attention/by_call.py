@@ -1,0 +1,76 @@
+"""Attention by the one of two kernels that is faster for a call: by its lengths, window, documents and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from transformers.masking_utils import flash_attention_mask
+
+from opslot.ops._common.documents import longest_document
+from opslot.ops.attention import triton
+from opslot.ops.attention.contract import AttentionCall, takes_call
+from opslot.ops.attention.flash import make_flash
+from opslot.ops.attention.options import NARROW_WINDOW
+from opslot.ops.attention.reference import causal_of, window_of
+from opslot.ops.attention.sdpa import cudnn
+from opslot.ops.attention.widths import padded_widths
+
+# Tokens up to which `triton` is faster on an H200, forward and backward: see the table in `__init__.py`. Padding costs
+# time where FlashAttention 4 has no kernel for a head size.
+SHORT, SHORT_IF_PADDED = 256, 1024
+# Tokens from which `cudnn` is used, the fewest that were measured.
+_LONG = 512
+
+
+def flash_4_or_triton() -> Callable[..., Any]:
+    """FlashAttention 4, which this imports, and `triton` for short documents, as in a tower, and for narrow causal
+    windows."""
+    flash = make_flash(4)
+
+    @takes_call
+    def attention(call: AttentionCall) -> tuple[Tensor, None]:
+        """`op.reference`, but `attention_mask` is a [B, S] padding mask or None."""
+        module, query, key, value, *_, kwargs = call
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        longest = query.shape[2] if cu_seqlens is None else longest_document(cu_seqlens, kwargs.get("max_length_q"))
+        widths = query.shape[-1], value.shape[-1]
+        grouped = query.shape[1] != key.shape[1]
+        short = SHORT if padded_widths(4, *widths, grouped=grouped) == widths else SHORT_IF_PADDED
+        window = kwargs.get("sliding_window")
+        is_narrow = window is not None and window <= NARROW_WINDOW and causal_of(module, kwargs)
+        kernel = triton.attention if longest <= short or is_narrow else flash
+        return kernel(*call[:-1], **kwargs)
+
+    attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
+    return attention
+
+
+def cudnn_or_triton() -> Callable[..., Any]:
+    """`triton`, and `cudnn` for whole rows."""
+
+    @takes_call
+    def attention(call: AttentionCall) -> tuple[Tensor, None]:
+        """`op.reference` without softcap, sinks and dropout; `attention_mask` is a [B, S] padding mask or None."""
+        kernel = cudnn if _is_long_row(call) else triton.attention
+        return kernel(*call[:-1], **call.kwargs)
+
+    attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
+    return attention
+
+
+def _is_long_row(call: AttentionCall) -> bool:
+    """Whether cuDNN supports a call, and its rows are long and have no documents, padding or window."""
+    module, query, key, value, mask, dropout, _, kwargs = call
+    length = query.shape[2]
+    is_whole = kwargs.get("cu_seq_lens_q") is None and mask is None and window_of(key, kwargs) is None
+    # cuDNN's check would break a compiled graph.
+    if not is_whole or length < _LONG or key.shape[2] != length or torch.compiler.is_compiling():
+        return False
+    grouped = query.shape[1] != key.shape[1]
+    return can_use_cudnn_attention(
+        SDPAParams(query, key, value, None, dropout, causal_of(module, kwargs), grouped), False
+    )
