@@ -4,8 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.attention.op import OP
 from opslot.ops.attention.options import NARROW_WINDOW, options_of
@@ -58,10 +56,6 @@ def _no_softcap(request: KernelRequest) -> str | None:
 
 def _no_sinks(request: KernelRequest) -> str | None:
     return "has no attention sinks, this model has them" if options_of(request).sinks else None
-
-
-def _no_sinks_in_float16(request: KernelRequest) -> str | None:
-    return _no_sinks(request) and "has attention sinks in bfloat16 only" if request.dtype == torch.float16 else None
 
 
 def _no_deterministic_backward(request: KernelRequest) -> str | None:
@@ -196,8 +190,7 @@ def _cudnn_or_triton() -> Callable[..., Any]:
 
 
 _OF_ALL_KEYS = ("causal", "bidirectional")
-# Triton, for the gradient of sinks.
-_FLASH_4 = (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS, TRITON)
+_FLASH_4 = (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS)
 
 KERNEL_REGISTRY.register_op(OP)
 add_kernel(
@@ -230,7 +223,6 @@ _flash(
     _FLASH_4,
     (9, 0),
     _head_dims_of_flash_4,
-    _no_sinks_in_float16,
     _no_deterministic_backward,
     _no_dropout,
     priority={H200: _flash_4_priority},
@@ -239,14 +231,13 @@ add_gpu_kernel(
     OP,
     "flash_attention_4_or_triton",
     _flash_4_or_triton,
-    _FLASH_4,
+    (*_FLASH_4, TRITON),
     _OF_ALL_KEYS,
     capability=(9, 0),
     dtypes=HALF_FLOATS,
     supports=_all_of(
         _head_dims_of_flash_4,
         _no_softcap,
-        _no_sinks_in_float16,
         _no_deterministic_backward,
         _no_dropout,
         _allowed("_supports_flash_attn"),
