@@ -112,6 +112,7 @@ def test_flash_attention_4_with_softcap_has_no_backward_of_documents(flash, form
         (80, 64, False, documents(24, 24, 32), "triton"),
         (80, 64, False, documents(24, 40, 16), "flash"),
         (80, 64, False, {"sliding_window": 16}, "flash"),
+        (24, 64, True, {}, "flash"),
         (80, 64, True, {"sliding_window": 16}, "triton"),
         (80, 64, True, {"sliding_window": 17}, "flash"),
     ],
@@ -157,7 +158,7 @@ def test_whole_rows_select_cudnn_where_it_supports_them(monkeypatch, length, giv
     q, k, v = tensors(length=length, batch=1)
     arguments = {"attention_mask": None, "scaling": 0.25} | given
     for _ in range(2):
-        by_call.cudnn_or_triton()(Attention(), q, k, v, **arguments)
+        by_call.cudnn_or_triton(Attention(), q, k, v, **arguments)
     assert called == [expected, "triton"]
 
 

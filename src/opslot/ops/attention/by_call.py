@@ -19,47 +19,48 @@ from opslot.ops.attention.reference import causal_of, window_of
 from opslot.ops.attention.sdpa import cudnn
 from opslot.ops.attention.widths import padded_widths
 
-# Tokens up to which `triton` is faster on an H200, forward and backward: see the table in `__init__.py`. Padding costs
-# time where FlashAttention 4 has no kernel for a head size.
+# Tokens of the longest document up to which `triton` is faster on an H200 without causality, forward and backward: see
+# the table in `__init__.py`. Padding costs time where FlashAttention 4 has no kernel for a head size.
 SHORT, SHORT_IF_PADDED = 256, 1024
-# Tokens from which `cudnn` is used, the fewest that were measured.
-_LONG = 512
+# Tokens from which `cudnn` is used: the fewest whose errors were compared.
+_LONG = 1024
 
 
 def flash_4_or_triton() -> Callable[..., Any]:
-    """FlashAttention 4, which this imports, and `triton` for short documents, as in a tower, and for narrow causal
-    windows."""
+    """FlashAttention 4, which this imports, and `triton` for narrow causal windows and, without causality, for short
+    documents, as in a tower."""
     flash = make_flash(4)
 
     @takes_call
     def attention(call: AttentionCall) -> tuple[Tensor, None]:
         """`op.reference`, but `attention_mask` is a [B, S] padding mask or None."""
-        module, query, key, value, *_, kwargs = call
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-        longest = query.shape[2] if cu_seqlens is None else longest_document(cu_seqlens, kwargs.get("max_length_q"))
-        widths = query.shape[-1], value.shape[-1]
-        grouped = query.shape[1] != key.shape[1]
-        short = SHORT if padded_widths(4, *widths, grouped=grouped) == widths else SHORT_IF_PADDED
-        window = kwargs.get("sliding_window")
-        is_narrow = window is not None and window <= NARROW_WINDOW and causal_of(module, kwargs)
-        kernel = triton.attention if longest <= short or is_narrow else flash
-        return kernel(*call[:-1], **kwargs)
-
-    attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
-    return attention
-
-
-def cudnn_or_triton() -> Callable[..., Any]:
-    """`triton`, and `cudnn` for whole rows."""
-
-    @takes_call
-    def attention(call: AttentionCall) -> tuple[Tensor, None]:
-        """`op.reference` without softcap, sinks and dropout; `attention_mask` is a [B, S] padding mask or None."""
-        kernel = cudnn if _is_long_row(call) else triton.attention
+        kernel = triton.attention if _is_narrow_or_short(call) else flash
         return kernel(*call[:-1], **call.kwargs)
 
     attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
     return attention
+
+
+def _is_narrow_or_short(call: AttentionCall) -> bool:
+    module, query, key, value, *_, kwargs = call
+    if causal_of(module, kwargs):
+        window = kwargs.get("sliding_window")
+        return window is not None and window <= NARROW_WINDOW
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    longest = query.shape[2] if cu_seqlens is None else longest_document(cu_seqlens, kwargs.get("max_length_q"))
+    widths = query.shape[-1], value.shape[-1]
+    grouped = query.shape[1] != key.shape[1]
+    return longest <= (SHORT if padded_widths(4, *widths, grouped=grouped) == widths else SHORT_IF_PADDED)
+
+
+@takes_call
+def cudnn_or_triton(call: AttentionCall) -> tuple[Tensor, None]:
+    """`op.reference` without softcap, sinks and dropout; `attention_mask` is a [B, S] padding mask or None."""
+    kernel = cudnn if _is_long_row(call) else triton.attention
+    return kernel(*call[:-1], **call.kwargs)
+
+
+cudnn_or_triton.mask_function = flash_attention_mask  # type: ignore[attr-defined]
 
 
 def _is_long_row(call: AttentionCall) -> bool:
