@@ -1,6 +1,7 @@
 """attention: each option of a call is computed correctly or raises, and SDPA never runs its math backend."""
 
 import dataclasses
+import itertools
 import math
 import types
 
@@ -463,14 +464,32 @@ def test_math_backend_never_runs_on_a_gpu(name, width, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["cudnn_or_triton", "flash_attention_4_or_triton"])
-@pytest.mark.parametrize("width", [64, 256])
-@pytest.mark.parametrize("length", [300, 1024, 1111])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 65}], ids=str)
-def test_either_of_two_kernels_is_as_good_as_eager(name, width, length, options):
+@pytest.mark.parametrize(
+    ("name", "widths"), [("cudnn_or_triton", (160, 192, 224, 256)), ("flash_attention_4_or_triton", (64, 256))]
+)
+@pytest.mark.parametrize("length", [300, 512, 1111, 2048])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 65}, {"is_causal": False}], ids=str)
+def test_either_of_two_kernels_is_as_good_as_eager(name, widths, length, options):
     kernel = usable(name)
-    arguments = tensors(heads=8, kv_heads=2, width=width, batch=2, length=length, device="cuda", dtype=torch.bfloat16)
-    assert_as_good_as_eager(kernel, arguments, {"scaling": width**-0.5} | options)
+    for width, heads in itertools.product(widths, (2, 8)):
+        arguments = tensors(8, heads, width=width, batch=2, length=length, device="cuda", dtype=torch.bfloat16)
+        assert_as_good_as_eager(kernel, arguments, {"scaling": width**-0.5} | options)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["triton", "flash_attention_4"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("lengths", [(1400,), (900, 1, 340, 159)], ids=str)
+def test_sinks_at_training_lengths(name, width, window, lengths):
+    """Also sinks that take most of the softmax, and hardly any."""
+    kernel = usable(name)
+    arguments = tensors(heads=8, kv_heads=2, width=width, batch=1, length=1400, device="cuda", dtype=torch.bfloat16)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0, 9.0, -20.0, 4.0, 1.25], device="cuda")
+    options = documents(*lengths, device="cuda") if len(lengths) > 1 else {}
+    options |= {"sliding_window": window, "scaling": width**-0.5, "s_aux": sinks}
+    assert_as_good_as_eager(kernel, arguments, options)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from opslot._base.errors import KernelError
 from opslot.ops._common import documents as documents_module
 from opslot.ops.attention import op
 from opslot.ops.attention.flash import make_flash
-from opslot.ops.attention.reference import visible
 from tests.ops.attention.inputs import OPTIONS, Attention, documents, tensors
 
 
@@ -22,19 +21,14 @@ class Library:
         self.calls = []
         self.widths = []
 
-    def flash_attn_func(self, q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), **options):
+    def flash_attn_func(self, q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), sinks=None, **options):
         self.widths.append(q.shape[-1])
         self.calls.append({"window_size": window_size, "causal": causal, **options})
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         kwargs = {"softcap": options["softcap"]} if options.get("softcap") else {}
         if window_size[0] >= 0:
             kwargs["sliding_window"] = window_size[0] + 1
-        out, _ = op.reference(Attention(causal), q, k, v, None, scaling=softmax_scale, **kwargs)
-        if not options.get("return_lse"):
-            return out
-        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * softmax_scale
-        mask = visible(Attention(causal), q, k, kwargs)
-        return out, (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).logsumexp(-1)
+        return op.reference(Attention(causal), q, k, v, None, scaling=softmax_scale, s_aux=sinks, **kwargs)[0]
 
     def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
         assert max_seqlen_q == cu_seqlens_q.diff().max()
@@ -44,8 +38,6 @@ class Library:
             self.flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], **options)
             for (a, b), (c, d) in zip(*spans, strict=True)
         ]
-        if isinstance(outs[0], tuple):
-            return torch.cat([o[0] for o, _ in outs]), torch.cat([lse[0] for _, lse in outs], -1)
         return torch.cat([o[0] for o in outs])
 
 
@@ -213,6 +205,12 @@ def test_flash_bidirectional_window_covers_both_sides(flash):
     library, make = flash
     make(2)(Attention(False), *tensors(dtype=torch.bfloat16), None, sliding_window=5)
     assert library.calls[-1]["window_size"] == (4, 4)
+
+
+def test_sinks_of_float16_raise(flash):
+    q, k, v = tensors(dtype=torch.float16)
+    with pytest.raises(KernelError, match=r"(?s)has sinks in bfloat16 only.*found: query is torch.float16"):
+        flash[1](4)(Attention(), q, k, v, None, scaling=0.25, s_aux=torch.zeros(4))
 
 
 @pytest.mark.parametrize(

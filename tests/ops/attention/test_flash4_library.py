@@ -6,7 +6,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from opslot.ops.attention import op
 from opslot.ops.attention.flash4_library import load_interface
+from tests.ops.attention.inputs import Attention, tensors
 
 _VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
@@ -43,19 +45,59 @@ def test_environment_variables_take_precedence(library, monkeypatch, given, seen
     assert load_interface().seen == seen
 
 
+class Computed(ModuleType):
+    """An interface of the library that computes forward by `op.reference`, and gradients of zero."""
+
+    def __init__(self, more=()):
+        super().__init__("flash_attn.cute.interface")
+        self.more = more
+
+    def _flash_attn_fwd(self, q, k, v, *, out, lse, learnable_sink, softmax_scale, **options):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        found, _ = op.reference(Attention(False), q, k, v, None, scaling=softmax_scale, s_aux=learnable_sink)
+        scores = q.float() @ k.float().mT * softmax_scale
+        if learnable_sink is not None:
+            assert learnable_sink.data_ptr() % 4 == 0
+            sinks = learnable_sink.float().view(1, -1, 1, 1)
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
+        return out.copy_(found), lse.copy_(scores.logsumexp(-1)), *self.more
+
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, dq, dk, dv, **options):
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+
+
+@pytest.fixture
+def flash4(monkeypatch):
+    def load(*more):
+        interface = Computed(more)
+        monkeypatch.setitem(sys.modules, interface.__name__, interface)
+        module = importlib.import_module("opslot.ops.attention.flash4")
+        monkeypatch.setattr(module, "_INTERFACE", interface)
+        return module
+
+    pytest.importorskip("triton")
+    return load
+
+
 @pytest.mark.parametrize("more", [(), (None, None, None)], ids=["4.0.0b16", "4.0.0b36"])
-def test_forward_takes_what_releases_return(monkeypatch, more):
+def test_forward_takes_what_releases_return(flash4, more):
     """Later releases return further values after the output and the logsumexp."""
-    interface = ModuleType("flash_attn.cute.interface")
+    q = tensors()[0].transpose(1, 2)
+    out = flash4(*more).flash_attn_func(q, q, q, softmax_scale=0.25)
+    expected, _ = op.reference(Attention(False), *[q.transpose(1, 2)] * 3, None, scaling=0.25)
+    torch.testing.assert_close(out, expected)
 
-    def forward(q, k, v, *, out, lse, **options):
-        return (out.copy_(q + 1), lse.zero_(), *more)
 
-    interface._flash_attn_fwd = forward
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
-    flash4 = importlib.import_module("opslot.ops.attention.flash4")
-    monkeypatch.setattr(flash4, "_INTERFACE", interface)
-    q = torch.zeros(1, 4, 2, 8)
-    out, lse = flash4.flash_attn_func(q, q, q, return_lse=True)
-    assert torch.equal(out, q + 1)
-    assert lse.shape == (1, 2, 4)
+@pytest.mark.parametrize(("width", "length"), [(16, 24), (24, 600)])
+def test_gradient_of_sinks_equals_that_of_the_reference(flash4, width, length):
+    # Of one rank of two: an address that the library does not take.
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0, 9.0]).bfloat16()[1:].requires_grad_()
+    q, k, v = (x.requires_grad_() for x in tensors(kv_heads=4, width=width, length=length))
+    expected, _ = op.reference(Attention(False), q, k, v, None, scaling=0.25, s_aux=sinks)
+    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    found = flash4().flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=0.25, sinks=sinks)
+    torch.testing.assert_close(found, expected)
+    (wanted,) = torch.autograd.grad(expected, sinks, dout)
+    (gradient,) = torch.autograd.grad(found, sinks, dout.mT.contiguous().mT)
+    torch.testing.assert_close(gradient, wanted, rtol=2**-7, atol=1e-3)

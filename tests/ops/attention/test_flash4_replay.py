@@ -19,10 +19,10 @@ class Library:
         self.grouped = grouped
         self.calls = []
 
-        def forward(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, out, lse, scale, window=(None, None)):
+        def forward(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, out, lse, scale, sinks=None):
             self.calls.append("forward")
             tensors = (q.detach().clone() if copies else q.detach(), k, v, out.detach(), lse)
-            rest = (scale, cu_seqlens_q, cu_seqlens_k, *[None] * 3, *window, *[None] * 3, *extra)
+            rest = (scale, cu_seqlens_q, cu_seqlens_k, *[None] * 5, sinks, None, None, *extra)
             self._launch(self._flash_attn_fwd, "fwd", self.forward_kernel, *tensors, *rest)
 
         def preprocess(*args):
@@ -31,11 +31,11 @@ class Library:
         def postprocess(*args):
             self._launch(self._bwd_postprocess_convert, "post", self.postprocess_kernel, *args)
 
-        def backward(q, k, v, out, dout, lse, *, dlse, dq, dk, dv, scale):
+        def backward(q, k, v, out, dout, lse, *, dq, dk, dv, scale):
             self.calls.append("backward")
             dpsum, lse_log2 = torch.empty(3), torch.empty(3)
             sums = {"dq": torch.empty(q.shape), "dk": torch.zeros(k.shape), "dv": torch.zeros(v.shape)}
-            preprocess(out, dout, dpsum, lse, lse_log2, sums["dq"], None, None, dlse)
+            preprocess(out, dout, dpsum, lse, lse_log2, sums["dq"], None, None, None)
             own = [sums["dk"], sums["dv"]] if self.grouped else [dk, dv]
             tensors = (q.detach(), k, v, dout, lse_log2, dpsum, sums["dq"], *own)
             self._launch(self._flash_attn_bwd, "bwd", self.backward_kernel, *tensors, scale, *[None] * 11)
@@ -56,12 +56,13 @@ class Library:
 
     def forward_kernel(self, q, k, v, out, lse, scale, cu_q, cu_k, *rest):
         assert not any(x.requires_grad for x in (q, k, v))
-        out.copy_(q * scale + (k + 2 * v).sum() + (0 if cu_q is None else cu_q.sum()))
+        added = [x.sum() for x in (cu_q, rest[5]) if x is not None]
+        out.copy_(q * scale + (k + 2 * v).sum() + sum(added))
         lse.copy_(q.sum(-1))
 
     def preprocess_kernel(self, out, dout, dpsum, lse, lse_log2, dq_sum, cu_q, used, dlse):
         dpsum.copy_((out * dout).sum().expand(3))
-        lse_log2.copy_(lse.sum().expand(3) + (0 if dlse is None else dlse.sum()))
+        lse_log2.copy_(lse.sum().expand(3))
         dq_sum.zero_()
 
     def backward_kernel(self, q, k, v, dout, lse_log2, dpsum, dq_sum, dk, dv, scale, *rest):
@@ -81,26 +82,26 @@ def tensors(seed, shape=(2, 4, 3, 8)):
     return [torch.randn(shape, generator=generator) for _ in range(3)]
 
 
-def run_forward(library, replay, q, k, v, scale=0.5, bounds=None, longest=(None, None)):
-    inputs = {"q": q.detach(), "k": k, "v": v, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+def run_forward(library, replay, q, k, v, scale=0.5, bounds=None, longest=(None, None), sinks=None):
+    inputs = {"q": q.detach(), "k": k, "v": v, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "sinks": sinks}
     outputs = {"out": torch.empty_like(q), "lse": torch.empty(q.shape[:-1])}
 
     def run():
-        library._flash_attn_fwd(q, k, v, bounds, bounds, scale=scale, **outputs)
+        library._flash_attn_fwd(q, k, v, bounds, bounds, scale=scale, sinks=sinks, **outputs)
 
     replay.call(key_of(inputs, longest, (scale,)), inputs, outputs, run)
     return outputs
 
 
-def run_backward(library, replay, q, k, v, seed, scale=0.5, dlse=None):
+def run_backward(library, replay, q, k, v, seed, scale=0.5):
     out, dout, _ = tensors(seed + 100, q.shape)
     lse = out.sum(-1)
     inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": None, "cu_seqlens_k": None}
-    inputs |= {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    inputs |= {"out": out, "lse": lse, "dout": dout}
     gradients = {"dq": torch.full_like(q, 7.0), "dk": torch.full_like(k, 7.0), "dv": torch.full_like(v, 7.0)}
 
     def run():
-        library._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, scale=scale, **gradients)
+        library._flash_attn_bwd(q, k, v, out, dout, lse, scale=scale, **gradients)
 
     replay.call(key_of(inputs, (None, None), (scale,)), inputs, gradients, run)
     return gradients
@@ -117,24 +118,20 @@ def test_forward_is_launched_again_with_other_tensors():
     for seed in range(3):
         q, k, v = tensors(seed)
         q.requires_grad_()
-        for given in (None, bounds + seed):
-            assert_equal(
-                run_forward(library, replay, q, k, v, bounds=given), run_forward(direct, never, q, k, v, bounds=given)
-            )
-    assert library.calls == ["forward"] * 2
-    assert len(direct.calls) == 6
+        for given in ({}, {"bounds": bounds + seed}, {"sinks": torch.ones(4) * seed}):
+            assert_equal(run_forward(library, replay, q, k, v, **given), run_forward(direct, never, q, k, v, **given))
+    assert library.calls == ["forward"] * 3
+    assert len(direct.calls) == 9
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("with_dlse", [False, True])
-def test_backward_is_launched_again_with_new_sums(grouped, with_dlse):
+def test_backward_is_launched_again_with_new_sums(grouped):
     library, direct = Library(grouped=grouped), Library(grouped=grouped)
     replay, never = Replay.backward(library), Replay((None,), ())
     for seed in range(3):
         q, k, v = tensors(seed)
-        dlse = q.sum(-1) if with_dlse else None
-        found = run_backward(library, replay, q, k, v, seed, dlse=dlse)
-        assert_equal(found, run_backward(direct, never, q, k, v, seed, dlse=dlse))
+        found = run_backward(library, replay, q, k, v, seed)
+        assert_equal(found, run_backward(direct, never, q, k, v, seed))
     assert library.calls == ["backward"]
 
 
@@ -166,7 +163,7 @@ def test_kernels_with_other_arguments_stay_with_the_library(other):
 
 def test_libraries_without_caches_run_as_they_are():
     calls = []
-    interface = SimpleNamespace(_flash_attn_fwd=lambda *args, out, lse, scale: calls.append(out.zero_()))
+    interface = SimpleNamespace(_flash_attn_fwd=lambda *args, out, lse, scale, sinks: calls.append(out.zero_()))
     replay = Replay.forward(interface)
     for _ in range(2):
         q, k, v = tensors(0)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.attention.op import OP
 from opslot.ops.attention.options import NARROW_WINDOW, options_of
@@ -56,6 +58,10 @@ def _no_softcap(request: KernelRequest) -> str | None:
 
 def _no_sinks(request: KernelRequest) -> str | None:
     return "has no attention sinks, this model has them" if options_of(request).sinks else None
+
+
+def _no_sinks_in_float16(request: KernelRequest) -> str | None:
+    return _no_sinks(request) and "has attention sinks in bfloat16 only" if request.dtype == torch.float16 else None
 
 
 def _no_deterministic_backward(request: KernelRequest) -> str | None:
@@ -141,8 +147,10 @@ def _flash_4_or_triton_priority(request: KernelRequest) -> int | None:
 
 
 def _cudnn_or_triton_priority(request: KernelRequest) -> int | None:
-    """Above `triton` for heads of 256, the only ones whose errors were compared on an H200."""
-    return 86 if options_of(request).widths == {(256, 256)} else None
+    """Above `triton` for the head sizes whose errors were compared on an H200 and that FlashAttention 4 pads to 256."""
+    options = options_of(request)
+    sizes = (160, 192, 224, 256) if options.grouped else (224, 256)
+    return 86 if options.widths and options.widths <= {(size, size) for size in sizes} else None
 
 
 def _sparse_priority(request: KernelRequest) -> int | None:
@@ -183,7 +191,8 @@ def _flash_4_or_triton() -> Callable[..., Any]:
 
 
 _OF_ALL_KEYS = ("causal", "bidirectional")
-_FLASH_4 = (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS)
+# Triton, for the gradient of sinks.
+_FLASH_4 = (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS, TRITON)
 
 KERNEL_REGISTRY.register_op(OP)
 add_kernel(
@@ -216,6 +225,7 @@ _flash(
     _FLASH_4,
     (9, 0),
     _head_dims_of_flash_4,
+    _no_sinks_in_float16,
     _no_deterministic_backward,
     _no_dropout,
     priority={H200: _flash_4_priority},
@@ -224,13 +234,14 @@ add_gpu_kernel(
     OP,
     "flash_attention_4_or_triton",
     _flash_4_or_triton,
-    (*_FLASH_4, TRITON),
+    _FLASH_4,
     _OF_ALL_KEYS,
     capability=(9, 0),
     dtypes=HALF_FLOATS,
     supports=_all_of(
         _head_dims_of_flash_4,
         _no_softcap,
+        _no_sinks_in_float16,
         _no_deterministic_backward,
         _no_dropout,
         _allowed("_supports_flash_attn"),
@@ -243,7 +254,7 @@ add_gpu_kernel(
     "cudnn_or_triton",
     "by_call:cudnn_or_triton",
     (TRITON,),
-    ["causal"],
+    _OF_ALL_KEYS,
     capability=(9, 0),
     dtypes=HALF_FLOATS,
     supports=_all_of(_head_dim_up_to, _no_softcap, _no_sinks, _no_dropout, _allowed("_supports_sdpa")),

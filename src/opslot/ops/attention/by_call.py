@@ -23,7 +23,7 @@ from opslot.ops.attention.widths import padded_widths
 # the table in `__init__.py`. Padding costs time where FlashAttention 4 has no kernel for a head size.
 SHORT, SHORT_IF_PADDED = 256, 1024
 # Tokens from which `cudnn` is used: the fewest whose errors were compared.
-_LONG = 1024
+_LONG = 512
 
 
 def flash_4_or_triton() -> Callable[..., Any]:

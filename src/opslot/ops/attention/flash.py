@@ -32,7 +32,6 @@ def make_flash(version: int) -> Callable[..., Any]:
         """`op.reference`, but `attention_mask` is a [B, S] padding mask or None; only version 4 supports sinks."""
         options = _options(version, call)
         _, query, key, value, attention_mask, *_, kwargs = call
-        sinks = kwargs.get("s_aux")
         packed = kwargs.get("cu_seq_lens_q") is not None
         if version == 4 and (packed or attention_mask is not None):
             _reject_softcap(query, kwargs)
@@ -40,9 +39,6 @@ def make_flash(version: int) -> Callable[..., Any]:
 
         def run(function: Callable[..., Any], *args: Any, **bounds: Any) -> Tensor:
             out = function(*args, **bounds, **options)
-            if sinks is not None:
-                attended, logsumexp = out
-                return _sunk(attended, logsumexp, sinks)
             return out[0] if isinstance(out, tuple) else out
 
         if packed:
@@ -87,7 +83,13 @@ def _options(version: int, call: AttentionCall) -> dict[str, Any]:
     if kwargs.get("softcap") is not None:
         options["softcap"] = kwargs["softcap"]
     if kwargs.get("s_aux") is not None:
-        options["return_lse"] = True
+        if query.dtype != torch.bfloat16:
+            raise KernelError(
+                "attn_implementation='flash_attention_4' has sinks in bfloat16 only",
+                found=f"query is {query.dtype}",
+                hint="use triton",
+            )
+        options["sinks"] = kwargs["s_aux"].to(query.dtype)
     if kwargs.get("deterministic"):
         if version == 4:
             raise KernelError(
@@ -115,15 +117,6 @@ def _pad_heads(version: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, .
             hint="use sdpa or eager",
         )
     return resize_heads([q, k, v], [padded[0], padded[0], padded[1]])
-
-
-def _sunk(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
-    """Rescale an output [..., S, heads, D] for one more logit in each softmax, given its logsumexp [..., heads, S].
-
-    FlashAttention 4's sinks have no gradient; here it comes from the logsumexp.
-    """
-    weight = torch.sigmoid(logsumexp.mT - sinks.to(logsumexp.dtype))
-    return (out * weight[..., None]).to(out.dtype)
 
 
 def _packed(name: str, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> Tensor:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.custom_op import differentiable_op, empty_gradients
 from opslot.ops.attention.flash4_library import load_interface
 from opslot.ops.attention.flash4_replay import Replay, key_of
+from opslot.ops.attention.kernels.sinks import sinks_gradient
 
 _INTERFACE = load_interface()
 _FORWARD, _BACKWARD = Replay.forward(_INTERFACE), Replay.backward(_INTERFACE)
@@ -36,32 +37,36 @@ def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, T
     return out, q.new_empty(lse, dtype=torch.float32)
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _launch(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     outputs = dict(zip(("out", "lse"), _allocate(q, k, v), strict=True))
-    inputs = _inputs(q, k, v, *options[:2])
+    if sinks is not None:
+        # The library requires addresses that are multiples of 4, which those of a rank's heads need not be.
+        sinks = sinks.detach() if sinks.data_ptr() % 4 == 0 else sinks.detach().clone()
+    inputs = {**_inputs(q, k, v, *options[:2]), "sinks": sinks}
     _FORWARD.call(
         key_of(inputs, options[2:4], options[4:]),
         inputs,
         outputs,
-        lambda: _INTERFACE._flash_attn_fwd(q, k, v, return_lse=True, **outputs, **_named(options)),
+        lambda: _INTERFACE._flash_attn_fwd(
+            q, k, v, learnable_sink=sinks, return_lse=True, **outputs, **_named(options)
+        ),
     )
     return outputs["out"], outputs["lse"]
 
 
-def _launch_backward(dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v."""
-    q, k, v, *boundaries, out, lse = arguments[:7]
-    options = (*boundaries, *arguments[7:-3])
-    dout = torch.zeros_like(out) if dout is None else dout
-    inputs = {**_inputs(q, k, v, *boundaries), "out": out, "lse": lse, "dout": dout, "dlse": dlse}
+def _launch_backward(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and, if it is needed, of the sinks, which the library does not compute."""
+    q, k, v, sinks, *boundaries, out, lse = arguments[:8]
+    options, need_sinks = (*boundaries, *arguments[8:-4]), arguments[-1]
+    inputs = {**_inputs(q, k, v, *boundaries), "out": out, "lse": lse, "dout": dout}
     gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in ("q", "k", "v")}
     _BACKWARD.call(
         key_of(inputs, options[2:4], options[4:]),
         inputs,
         gradients,
-        lambda: _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **gradients, **_named(options)),
+        lambda: _INTERFACE._flash_attn_bwd(q, k, v, out, dout, lse, **gradients, **_named(options)),
     )
-    return tuple(gradients.values())
+    return *gradients.values(), sinks_gradient(sinks, lse, out, dout) if need_sinks else None
 
 
 def _named(options: Sequence[Any]) -> dict[str, Any]:
@@ -77,14 +82,15 @@ def _inputs(
 
 
 _attention = differentiable_op(
-    f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)",
+    f"flash_attention_4(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_ARGUMENTS}) -> (Tensor out, Tensor lse)",
     allocate=_allocate,
     launch=_launch,
     launch_backward=_launch_backward,
-    allocate_gradients=lambda dout, dlse, *arguments: tuple(map(torch.empty_like, arguments[:3])),
+    allocate_gradients=lambda dout, *arguments: empty_gradients(arguments[:4], (True, True, True, arguments[-1])),
     in_place=False,
-    differentiable=3,
-    kept=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse"),
+    differentiable=4,
+    kept=("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_k", "out", "lse"),
+    returned=1,
 )
 
 
@@ -100,16 +106,18 @@ def flash_attn_func(
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (None, None),
     softcap: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of q [B, S, N, D] over k and v [B, S, K, D]; with cu_seqlens of q [T, N, D] over k and v [T, K, D].
 
+    Args:
+        sinks: bfloat16 [N], logits without a value in the softmax of every query.
+
     Returns:
-        The output, shaped as q; with `return_lse` also the logsumexp, float32 [B, N, S] or [N, T].
+        The output, [..., N, head size of v].
     """
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
-    out, lse = _attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
-    return (out, lse) if return_lse else out
+    return _attention(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *options)
 
 
 flash_attn_varlen_func = flash_attn_func

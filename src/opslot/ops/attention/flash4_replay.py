@@ -32,8 +32,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 _BOUNDARIES = "cu_seqlens_q cu_seqlens_k"
-_FORWARD = (_names(f"q k v out lse scalar {_BOUNDARIES} none none none scalar scalar none none none"),)
-_BEFORE = _names("out dout dpsum lse lse_log2 dq_sum cu_seqlens_q none dlse")
+_FORWARD = (_names(f"q k v out lse scalar {_BOUNDARIES} none none none scalar scalar sinks none none"),)
+_BEFORE = _names("out dout dpsum lse lse_log2 dq_sum cu_seqlens_q none none")
 _AFTER = _names("dq_sum dq scalar cu_seqlens_q none")
 
 
