@@ -101,3 +101,18 @@ def test_gradient_of_sinks_equals_that_of_the_reference(flash4, width, length):
     (wanted,) = torch.autograd.grad(expected, sinks, dout)
     (gradient,) = torch.autograd.grad(found, sinks, dout.mT.contiguous().mT)
     torch.testing.assert_close(gradient, wanted, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_compiled_gradients_have_the_strides_of_the_inputs(flash4, sinks):
+    """torch.compile allocates by the fake implementations of forward and backward."""
+    flash4()
+    q, k, v = (x.transpose(1, 2) for x in tensors(kv_heads=4))
+    # As heads after a rotation are: not contiguous.
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    bounds, options = (None, None), (None, None, 0.25, False, None, None, 0.0)
+    arguments = (q, k, v, torch.zeros(4).bfloat16() if sinks else None, *bounds)
+    out, lse = torch.ops.opslot.flash_attention_4(*arguments, *options)
+    torch.library.opcheck(torch.ops.opslot.flash_attention_4, (*arguments, *options), test_utils="test_faketensor")
+    backward = (out, *arguments, out, lse, *options, True, True, True, sinks)
+    torch.library.opcheck(torch.ops.opslot.flash_attention_4_backward, backward, test_utils="test_faketensor")

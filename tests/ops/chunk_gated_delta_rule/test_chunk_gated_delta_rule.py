@@ -1,6 +1,8 @@
 """chunk_gated_delta_rule: the chunked reference equals the token-by-token recurrence, and documents are independent."""
 
 import itertools
+import sys
+import types
 
 import pytest
 import torch
@@ -10,13 +12,25 @@ from opslot import KERNEL_REGISTRY
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.chunk_gated_delta_rule import op
-from opslot.slots import KernelRequest
+from opslot.slots import InputCase, KernelRequest
+from opslot.verify.parity import check_kernel
 from tests.gradients import gradients, leaves_of, to_float64
 
 
-def inputs(length, batch=1, k_heads=2, heads=4, width=16, v_width=24, dtype=torch.float64, device="cpu", channels=()):
+def inputs(
+    length,
+    batch=1,
+    k_heads=2,
+    heads=4,
+    width=16,
+    v_width=24,
+    dtype=torch.float64,
+    device="cpu",
+    channels=(),
+    generator=None,
+):
     """`channels`: further dims of the decay, (width,) in the variant per_channel."""
-    generator = torch.Generator().manual_seed(0)
+    generator = generator or torch.Generator().manual_seed(0)
 
     def draw(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
@@ -447,6 +461,51 @@ def test_tiles_in_16_bit_have_one_layout_in_shared_memory(key, value):
     assert min(plan.key, plan.key_block, plan.state_block, plan.value_block) >= 64
 
 
+# Key and value heads of Qwen3-Next: FlashQLA compiles for minutes for others.
+HEADS = 16, 32
+
+
+def usable(name, variant="standard"):
+    spec = KERNEL_REGISTRY.get("chunk_gated_delta_rule", variant, name)
+    if not torch.cuda.is_available() or spec.unsupported(KernelRequest(spec.op_name, variant, facts_of("cuda"))):
+        pytest.skip(f"{name} cannot run here")
+    return KERNEL_REGISTRY.load(*spec.key)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["triton", "flash_qla"])
+@pytest.mark.parametrize("decay", [0.0, 0.01, 1.0, 50.0])
+@pytest.mark.parametrize("lengths", [(3000,), (8192,), (1700, 1, 0, 64, 935, 300)], ids=str)
+def test_training_lengths_on_a_gpu_are_as_good_as_eager(name, decay, lengths):
+    """With states that never decay, and that decay within a token: FlashQLA leaves out what has decayed."""
+    kernel = usable(name)
+
+    def make(dtype, device, generator):
+        given = inputs(sum(lengths), 1, *HEADS, 128, 128, dtype=dtype, device=device, generator=generator)
+        given = {argument: tensor.detach() for argument, tensor in given.items()}
+        given |= {"g": given["g"] * decay, "use_qk_l2norm_in_kernel": True}
+        if len(lengths) > 1:
+            given["cu_seqlens"] = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        return given
+
+    variant = room.OP.variant("standard")
+    result = check_kernel(kernel, room.OP.name, variant, InputCase("", make), torch.bfloat16, "cuda", name=name)
+    assert result.ok, str(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_flash_qla_is_deterministic():
+    kernel = usable("flash_qla")
+    given = inputs(3000, 1, *HEADS, 128, 128, dtype=torch.bfloat16, device="cuda")
+    first, second = (
+        [out, *gradients([out], list(given.values()))]
+        for out, _ in (kernel(**given, use_qk_l2norm_in_kernel=True) for _ in range(2))
+    )
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True] * len(first)
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
@@ -460,19 +519,18 @@ def test_tiles_in_16_bit_have_one_layout_in_shared_memory(key, value):
         ("triton", "per_channel", 24, 40, True),
         ("triton", "per_channel", 192, 96, True),
         ("triton", "standard", 24, 40, True),
+        ("flash_qla", "standard", 128, 128, True),
     ],
 )
 def test_kernels_pass_states_from_call_to_call(name, variant, width, v_width, backward):
     """The final states of one call are the initial states of the next, within the error of bf16 matmuls."""
-    spec = KERNEL_REGISTRY.get("chunk_gated_delta_rule", variant, name)
-    if not torch.cuda.is_available() or spec.unsupported(KernelRequest(spec.op_name, variant, facts_of("cuda"))):
-        pytest.skip(f"{name} cannot run here")
-    kernel = KERNEL_REGISTRY.load(*spec.key)
+    kernel = usable(name, variant)
     channels = (width,) if variant == "per_channel" else ()
-    given = inputs(200, width=width, v_width=v_width, dtype=torch.bfloat16, device="cuda", channels=channels)
+    k_heads, heads = HEADS if name == "flash_qla" else (2, 4)
+    given = inputs(200, 1, k_heads, heads, width, v_width, dtype=torch.bfloat16, device="cuda", channels=channels)
     cu_seqlens = torch.tensor([0, 120, 200], device="cuda", dtype=torch.int32)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    state = (0.1 * torch.randn(2, 4, width, v_width, device="cuda")).requires_grad_()
+    state = (0.1 * torch.randn(2, heads, width, v_width, device="cuda")).requires_grad_()
     found = kernel(**given, **options, initial_state=state, cu_seqlens=cu_seqlens)
     wide, wide_state = to_float64(given), state.detach().double().requires_grad_()
     expected = op.reference(**wide, **options, initial_state=wide_state, cu_seqlens=cu_seqlens)
@@ -593,3 +651,43 @@ def test_flash_qla_serves_the_sizes_and_gpus_that_it_is_written_for(capability, 
     gpu = DeviceFacts("gpu", capability)
     request = KernelRequest("chunk_gated_delta_rule", "standard", gpu, torch.bfloat16, module)
     assert KERNEL_REGISTRY.get(request.op_name, "standard", "flash_qla").supports(request) == reason
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A stand-in for FlashQLA that computes by the reference, and keeps its keyword arguments."""
+    calls = []
+
+    def chunk_gated_delta_rule(q, k, v, g, beta, **options):
+        calls.append(options)
+        return op.reference(q, k, v, g, beta, **options)
+
+    module = types.ModuleType("flash_qla")
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule
+    monkeypatch.setitem(sys.modules, "flash_qla", module)
+    monkeypatch.delitem(sys.modules, "opslot.ops.chunk_gated_delta_rule.flash_qla", raising=False)
+    yield calls
+    sys.modules.pop("opslot.ops.chunk_gated_delta_rule.flash_qla", None)
+
+
+def test_layers_pass_flash_qla_the_same_cu_seqlens(library):
+    """FlashQLA reads their values on the host once for each tensor."""
+    pytest.importorskip("triton")
+    kernel = KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", "flash_qla_or_triton")
+    given = inputs(20, 2, 1, 2, 128, 128, dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor([0, 9, 20, 40], dtype=torch.int32)
+    outputs = [kernel(**given, cu_seqlens=cu_seqlens)[0] for _ in range(2)]
+    assert [options["cu_seqlens"] is cu_seqlens for options in library] == [True, True]
+    assert torch.equal(*outputs)
+    torch.testing.assert_close(outputs[0], op.reference(**given, cu_seqlens=cu_seqlens)[0])
+
+
+def test_compiled_code_does_not_call_flash_qla(library):
+    pytest.importorskip("triton")
+    kernel = KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", "flash_qla_or_triton")
+    given = inputs(8, 1, 1, 1, 128, 128, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+    (out, _), (expected, _) = compiled(**given), load_triton(given["g"])(**given)
+    torch.testing.assert_close(out, expected)
+    assert library == []

@@ -71,6 +71,13 @@ def test_one_channel_computes_no_difference_on_a_gpu(tmp_path):
     assert "fma" not in instructions(tmp_path, "_backward_kernel", "fp32", **sizes, **needs)
 
 
+@pytest.mark.slow
+def test_mean_of_bfloat16_is_rounded_to_nearest_on_a_gpu(tmp_path):
+    """Of a row of equal values it is that value; an error would be multiplied by 1 / sqrt(eps)."""
+    sizes = {"WIDTH": 1152, "ROWS": 1, "COLUMNS": 2048, "HAS_WEIGHT": False, "HAS_BIAS": False}
+    assert "div.rn.f32" in instructions(tmp_path, "_forward_kernel", "bf16", **sizes)
+
+
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 30.1), (torch.bfloat16, 30.1), (torch.bfloat16, 3008.0)])
 @pytest.mark.parametrize("width", [3, 65, 123, 1000])
 def test_rows_of_equal_values_are_the_bias(width, dtype, value):
@@ -289,7 +296,7 @@ def test_autocast_gives_the_dtype_of_torch(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 3, 7, 72, 123, 768, 1000, 1152, 4093, 16383])
 def test_rows_of_any_equal_bfloat16_values_are_the_bias(width):
-    """`/` alone, which is not correctly rounded on a GPU, would not give their mean."""
+    """A division that is not rounded to nearest would not give their mean."""
     kernel = KERNEL_REGISTRY.load("layer_norm", "standard", "triton")
     values = torch.arange(128, device="cuda").add(128).bfloat16()
     x = torch.cat([values * 2.0**power for power in (-20, -3, 0, 1, 10)])[:, None].expand(-1, width).contiguous()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.custom_op import differentiable_op, empty_gradients
+from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops.attention.flash4_library import load_interface
 from opslot.ops.attention.flash4_replay import Replay, key_of
 from opslot.ops.attention.kernels.sinks import sinks_gradient
@@ -54,6 +54,11 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any
     return outputs["out"], outputs["lse"]
 
 
+def _allocate_gradients(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, *_, need_sinks = arguments
+    return *map(torch.empty_like, (q, k, v)), torch.empty_like(sinks) if need_sinks else None
+
+
 def _launch_backward(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and, if it is needed, of the sinks, which the library does not compute."""
     q, k, v, sinks, *boundaries, out, lse = arguments[:8]
@@ -86,7 +91,7 @@ _attention = differentiable_op(
     allocate=_allocate,
     launch=_launch,
     launch_backward=_launch_backward,
-    allocate_gradients=lambda dout, *arguments: empty_gradients(arguments[:4], (True, True, True, arguments[-1])),
+    allocate_gradients=_allocate_gradients,
     in_place=False,
     differentiable=4,
     kept=("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_k", "out", "lse"),

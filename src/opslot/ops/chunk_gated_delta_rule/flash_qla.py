@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.contract import takes
+from opslot.ops.chunk_gated_delta_rule import triton
 from opslot.ops.chunk_gated_delta_rule.op import FLASH_QLA_WIDTH, DeltaRule
 
 _LABEL = "chunk_gated_delta_rule_implementation='flash_qla'"
@@ -17,7 +18,7 @@ _LABEL = "chunk_gated_delta_rule_implementation='flash_qla'"
 def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
     """`op.reference` for bfloat16 and float16, and keys and values of 128.
 
-    The first call of a process compiles for about a minute; TileLang keeps the kernels on disk.
+    The first call with other numbers of heads compiles for minutes; TileLang keeps the kernels on disk.
     """
     query, key, value, *_ = given
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -28,6 +29,15 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
             reject(_LABEL, name, found, "use triton or torch_chunked")
     given.check(_LABEL)
     *projections, g, beta = given.in_one_row()[:5]
-    # Its backward asserts decays in float32.
-    out, final = flash_qla_chunk(*projections, g.float(), beta, **given.library_options)
+    # Its backward asserts decays in float32. It reads cu_seqlens on the host once for each tensor: the model's own, which
+    # it takes in int32 too, once for all layers.
+    options = given.library_options | {"cu_seqlens": given.cu_seqlens}
+    out, final = flash_qla_chunk(*projections, g.float(), beta, **options)
     return out.view(value.shape), final
+
+
+@takes(DeltaRule)
+def flash_qla_or_triton(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
+    """FlashQLA, and `triton` in compiled code, whose graph FlashQLA would break."""
+    kernel = triton.chunk_gated_delta_rule if torch.compiler.is_compiling() else chunk_gated_delta_rule
+    return kernel(*given)

@@ -44,10 +44,9 @@ def _forward_kernel(
     mask = (row < rows) & inside
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     total = tl.sum(x, axis=1, keep_dims=True)
-    # 1 / sqrt(eps) multiplies the error of the mean in rows of equal values, so `/`, which a GPU does not round to
-    # nearest, is corrected by its remainder. Of bfloat16, the sum of equal values is exact, and then so is the mean.
-    mean = total / WIDTH
-    mean += tl.fma(-mean, tl.full(total.shape, WIDTH, tl.float32), total) / WIDTH
+    # Rounded to nearest: in rows of equal values, 1 / sqrt(eps) multiplies the error of `/`. Of bfloat16, the sum of
+    # equal values is exact.
+    mean = tl.div_rn(total, tl.full(total.shape, WIDTH, tl.float32))
     centered = tl.where(inside, x - mean, 0.0)
     if x_ptr.dtype.element_ty != tl.bfloat16:
         # The rounding error of the mean, which dominates in rows of nearly equal values. In bfloat16, values that are
