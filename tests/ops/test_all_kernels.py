@@ -151,7 +151,6 @@ TUNED_FOR_MINUTES = {
     ("chunk_gated_delta_rule", "standard", "fla"),
     ("chunk_gated_delta_rule", "per_channel", "fla"),
     ("chunk_gated_delta_rule", "standard", "flash_qla"),
-    ("chunk_gated_delta_rule", "standard", "flash_qla_or_triton"),
 }
 
 

@@ -39,16 +39,21 @@ def forward_plan(width: int) -> RowTiling:
 
 @functools.cache
 def backward_plan(width: int, element_bytes: int) -> RowTiling:
-    """Backward: tiles of 4096 elements, two CTAs per SM, each loading up to two tiles ahead.
+    """Backward: tiles of 4096 elements and two CTAs per SM, half and twice that for rows of up to 2048.
+
+    Each CTA loads up to two tiles ahead.
 
     Args:
-        element_bytes: summed over the tensors that a tile is loaded from. Tiles in flight stay within 64 KiB of shared
-            memory, so that two CTAs fit on every supported GPU.
+        element_bytes: summed over the tensors that a tile is loaded from. Tiles in flight on an SM stay within 128 KiB
+            of shared memory.
     """
     columns = triton.next_power_of_2(width)
-    rows = max(1, 4096 // columns)
-    stages = min(3, max(1, 2**16 // (rows * columns * element_bytes)))
-    return RowTiling(rows, columns, warps=min(32, max(8, rows * columns // 512)), programs=2, stages=stages)
+    # On an H200, of 768, 1152 and 2048 channels in bf16: 0.09, 0.10 and 0.06 ms instead of 0.16, 0.11 and 0.06.
+    programs = 4 if columns <= 2048 else 2
+    rows = max(1, 8192 // programs // columns)
+    stages = min(3, max(1, 2**17 // (programs * rows * columns * element_bytes)))
+    warps = min(32, max(16 // programs, rows * columns // 512))
+    return RowTiling(rows, columns, warps=warps, programs=programs, stages=stages)
 
 
 def aligned_rows(x: Tensor) -> tuple[Tensor, int]:

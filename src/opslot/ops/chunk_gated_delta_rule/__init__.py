@@ -26,8 +26,6 @@ from opslot.slots import KERNEL_REGISTRY, KernelRequest, Requirement
 _BROKEN_ON_HOPPER = Requirement("triton", version=">=3.4,<3.7.1")
 _TILELANG = Requirement("tilelang")
 _FLASH_QLA = Requirement("flash_qla", "flash-qla", ">=0.1.3")
-# FlashQLA 0.1.3 does not run with later ones, unless TL_DISABLE_BUFFER_INIT_CHECK is set.
-_TILELANG_OF_FLASH_QLA = Requirement("tilelang", version="<0.1.14")
 
 
 def _width_of_keys(request: KernelRequest) -> int | None:
@@ -91,13 +89,6 @@ def _priority(request: KernelRequest) -> int | None:
     return 80 if request.dtype in measured else None
 
 
-def _flash_qla_priority(request: KernelRequest) -> int | None:
-    """In bf16 on an H200, forward + backward, of FlashQLA 0.1.3 and `triton`: 0.77 and 1.25 ms for 8192 tokens and 32
-    value heads, 0.79 and 1.53 for 32,768 and 8. Errors were compared in bf16 only.
-    """
-    return 85 if request.dtype == torch.bfloat16 else None
-
-
 KERNEL_REGISTRY.register_op(OP)
 add_triton_kernel(
     OP,
@@ -115,6 +106,9 @@ add_gpu_kernel(
     supports=lambda request: _keys_fit(request) or _right_on_hopper(request),
     description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",
 )
+# In bf16 on an H200, forward and backward, of it and `triton`: 0.77 and 1.25 ms for 8192 tokens and 32 value heads,
+# 0.79 and 1.53 for 32,768 and 8. `auto` never selects it: it compiles for minutes where the numbers of heads are new,
+# breaks the graph of torch.compile, and reads cu_seqlens on the host.
 add_gpu_kernel(
     OP,
     "flash_qla",
@@ -125,18 +119,6 @@ add_gpu_kernel(
     dtypes=HALF_FLOATS,
     supports=_supports_flash_qla,
     description="FlashQLA's TileLang kernels for keys and values of 128, packed documents by cu_seqlens",
-)
-add_gpu_kernel(
-    OP,
-    "flash_qla_or_triton",
-    "flash_qla:flash_qla_or_triton",
-    (_FLASH_QLA, _TILELANG_OF_FLASH_QLA, TRITON),
-    ["standard"],
-    capability=(9, 0),
-    dtypes=HALF_FLOATS,
-    supports=_supports_flash_qla,
-    priority={H200: _flash_qla_priority},
-    description="FlashQLA, and triton in compiled code",
 )
 add_kernel(
     OP,

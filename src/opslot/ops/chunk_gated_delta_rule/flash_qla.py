@@ -8,7 +8,6 @@ from torch import Tensor
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.contract import takes
-from opslot.ops.chunk_gated_delta_rule import triton
 from opslot.ops.chunk_gated_delta_rule.op import FLASH_QLA_WIDTH, DeltaRule
 
 _LABEL = "chunk_gated_delta_rule_implementation='flash_qla'"
@@ -29,15 +28,13 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
             reject(_LABEL, name, found, "use triton or torch_chunked")
     given.check(_LABEL)
     *projections, g, beta = given.in_one_row()[:5]
-    # Its backward asserts decays in float32. It reads cu_seqlens on the host once for each tensor: the model's own, which
-    # it takes in int32 too, once for all layers.
+    # It reads cu_seqlens on the host, once for each tensor: a model's own, also in int32, once for all layers.
     options = given.library_options | {"cu_seqlens": given.cu_seqlens}
-    out, final = flash_qla_chunk(*projections, g.float(), beta, **options)
+    try:
+        # Its backward asserts decays in float32.
+        out, final = flash_qla_chunk(*projections, g.float(), beta, **options)
+    except ValueError as error:
+        if "invalid sequence lengths" not in str(error):
+            raise
+        reject(_LABEL, "cu_seqlens", "a document is empty", "remove empty documents, or use triton")
     return out.view(value.shape), final
-
-
-@takes(DeltaRule)
-def flash_qla_or_triton(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
-    """FlashQLA, and `triton` in compiled code, whose graph FlashQLA would break."""
-    kernel = triton.chunk_gated_delta_rule if torch.compiler.is_compiling() else chunk_gated_delta_rule
-    return kernel(*given)
