@@ -100,6 +100,7 @@ def _all_of(*checks: Supports) -> Supports:
 #   head sizes 192 and 128, 16 heads          6.26  4.98  not supported
 #   the same, 64/4 heads, padded to 256       23.8  44.5  not measured
 #   the same, 64/8 heads, window 128, sinks   3.20  11.3  not supported
+#   head size 64, 64/8 heads, sinks           10.5  7.91  not supported
 # Of head size 512, 16/2 heads, 8192 tokens: triton 36.7 ms, sdpa (memory-efficient, with repeated keys) 80.2.
 # In documents of one length, 40,960 tokens, 16 heads, bf16, not causal, of FlashAttention 4 and triton:
 #   tokens          64          256         576         1024        2048        4096
@@ -111,11 +112,12 @@ def _all_of(*checks: Supports) -> Supports:
 #   head size 256   1.29, 1.17    1.90, 1.63    3.15, 2.59    5.68, 4.51    10.8, 8.57    87.0, 70.2
 #   head size 192                                                           9.57, 7.30
 #   head size 160                                                           9.39, 7.27
+#   head size 224, 16 heads                                                 11.6, 8.52
 #   256, 16/8 heads, not causal                               11.0, 8.48
 # Of triton and FlashAttention 4 with causal windows, 2 x 8192 tokens:
 #   window          128           256           512           1024          2048          4096
 #   64, 32/8 heads  0.43, 0.63    0.57, 0.73    0.92, 0.93    1.46, 1.34    2.44, 2.06
-#   64, 64/8, sinks 0.85, 2.68    1.15, 2.89    1.87, 3.30    2.95, 4.12    4.93, 5.54    7.90, 7.75
+#   64, 64/8, sinks 0.84, 1.24    1.14, 1.46    1.86, 1.85    2.92, 2.68    4.87, 4.10
 #   128, 32/8 heads 0.89, 1.04    1.15, 1.17    1.68, 1.47    2.66, 2.10    4.46, 3.28    7.39, 5.25
 # With windows to both sides, of 64, 128 and 256, 12 heads of 64: 0.25 and 0.26, 0.32 and 0.27, 0.44 and 0.35.
 

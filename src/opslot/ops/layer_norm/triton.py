@@ -50,7 +50,7 @@ def _forward_kernel(
     centered = tl.where(inside, x - mean, 0.0)
     if x_ptr.dtype.element_ty != tl.bfloat16:
         # The rounding error of the mean, which dominates in rows of nearly equal values. In bfloat16, values that are
-        # not equal differ by far more; with this sum, 1152 channels would take 0.20 ms instead of 0.19.
+        # not equal differ by far more; with this sum, 1152 channels would take 6 % longer.
         rest = tl.sum(centered, axis=1, keep_dims=True) / WIDTH
         mean += rest
         centered = tl.where(inside, centered - rest, 0.0)
