@@ -119,14 +119,8 @@ def hub(tmp_path, monkeypatch) -> Iterator:
     """A local stand-in for the Hugging Face hub, with an empty cache."""
     from opslot._base import hub as module
 
-    server = _module("hub.py").Hub()
-    for name, value in {
-        "ENDPOINT": server.endpoint,
-        "HUGGINGFACE_CO_URL_TEMPLATE": server.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_DISABLE_PROGRESS_BARS": True,
-    }.items():
+    server = _module("hub.py").Hub(tmp_path / "hub")
+    for name, value in server.constants.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     cached = (module.require_safetensors, module._downloaded_model, module._downloaded_data)
     for function in cached:

@@ -15,9 +15,12 @@ class Hub:
     """Serves `repositories`, folders by "models/ORG/NAME" or "datasets/ORG/NAME"; answers 403 for those in `gated`.
 
     Every revision is `COMMIT`, until `move` moves the branch main of a repository.
+
+    Args:
+        cache: the folder to which processes with `constants`, those of `huggingface_hub`, download.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache: Path) -> None:
         self.repositories: dict[str, Path] = {}
         self.gated: set[str] = set()
         self.revisions = {"main", COMMIT}
@@ -39,6 +42,13 @@ class Hub:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self.constants = {
+            "ENDPOINT": self.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(cache),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_PROGRESS_BARS": True,
+        }
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def move(self, repository: str, folder: Path, after: int = 0) -> None:

@@ -102,9 +102,10 @@ def test_merge_expands_the_home_folder(train, base, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", ["explain", "discover", "bench"])
 def test_commands_take_models_of_the_hub(base, hub, capsys, command):
-    options = {"bench": ["--device", "cpu", "--layers", "1", "--length", "8", "--steps", "1", "--steps-only"]}
+    sizes = ["--device", "cpu", "--layers", "1", "--length", "8", "--steps", "1"]
+    options = ["--steps-only", "--implementations", "opslot", *sizes] if command == "bench" else []
     arguments = ["--model", "org/model"] if command == "bench" else ["org/model"]
-    assert main([command, *arguments, *options.get(command, [])]) == 0
+    assert main([command, *arguments, *options]) == 0
     assert "model.safetensors" not in hub.downloads
 
 
@@ -184,27 +185,35 @@ def test_other_revision_that_is_named_is_read(train, stopped, tmp_path):
     assert load_config(tmp_path / "out/config.yaml").data.train_path == f"hf://datasets/org/texts@{NEWER_COMMIT}/*.txt"
 
 
+RANK = """
+import json, sys
+from huggingface_hub import constants
+from opslot.trainer import cli_train
+
+file, settings = sys.argv[1:]
+vars(constants).update(json.loads(settings))
+sys.exit(cli_train([file]))
+"""
+
+
 @pytest.mark.usefixtures("base")
-def test_branch_that_moves_while_ranks_start_is_read_once(torchrun, settings, hub, newer, tmp_path, monkeypatch):
+def test_branch_that_moves_while_ranks_start_is_read_once(forks, free_port, settings, hub, newer, tmp_path):
     hub.move("models/org/model", newer[0], after=1)
     hub.move("datasets/org/texts", newer[1], after=1)
-    for name, value in {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
     settings["train"]["max_steps"] = 2
-    file = tmp_path / "run.yaml"
+    script, file = tmp_path / "rank.py", tmp_path / "run.yaml"
+    script.write_text(RANK)
     file.write_text(yaml.safe_dump(settings))
-    process = torchrun(2, str(file))
-    # Two processes import everything, while other tests run.
-    _, err = process.communicate(timeout=300)
-    assert process.poll() == 0, err
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        forks.start(script, str(file), json.dumps(hub.constants), env={**common, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    errors = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
     recorded = load_config(tmp_path / "out/config.yaml")
     assert recorded.model.model_path == f"org/model@{COMMIT}"
-    snapshots = sorted((tmp_path / "home/hub").glob("*/snapshots/*"))
+    snapshots = sorted((tmp_path / "hub").glob("*/snapshots/*"))
     assert [folder.name for folder in snapshots] == [COMMIT, COMMIT]
     assert hub.downloads.count("model.safetensors") == 1
 
