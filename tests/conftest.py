@@ -115,21 +115,13 @@ def modules_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch) -> Iterator:
+def hub(tmp_path) -> Iterator:
     """A local stand-in for the Hugging Face hub, with an empty cache."""
-    from opslot._base import hub as module
-
-    server = _module("hub.py").Hub(tmp_path / "hub")
-    for name, value in server.constants.items():
-        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-    cached = (module.require_safetensors, module._downloaded_model, module._downloaded_data)
-    for function in cached:
-        function.cache_clear()
-    yield server
-    server.close()
-    # Later tests must not find the folders of this one.
-    for function in cached:
-        function.cache_clear()
+    module = _module("hub.py")
+    server = module.Hub(tmp_path / "hub")
+    with module.read_from(server.constants):
+        yield server
+        server.close()
 
 
 @pytest.fixture

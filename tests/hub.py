@@ -1,11 +1,15 @@
 """A stand-in for the Hugging Face hub, which serves folders over HTTP."""
 
+import contextlib
 import hashlib
 import http.server
 import json
 import threading
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NEWER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
@@ -95,6 +99,24 @@ class Hub:
         if request.command == "GET":
             self.downloads.append(file)
         return _send(request, 200, body, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'})
+
+
+@contextlib.contextmanager
+def read_from(constants: dict[str, object]) -> Iterator[None]:
+    """Let this process read the hub with these `constants` alone, without what it read before, and forget it after."""
+    from opslot._base import hub
+
+    cached = (hub.require_safetensors, hub._downloaded_model, hub._downloaded_data)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(f"huggingface_hub.constants.{name}", value)
+        for function in cached:
+            function.cache_clear()
+        try:
+            yield
+        finally:
+            for function in cached:
+                function.cache_clear()
 
 
 def _parts(path: str) -> tuple[str, str, str, str]:

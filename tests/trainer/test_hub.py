@@ -13,9 +13,9 @@ from opslot.checkpoint.adapters import has_adapters, load_adapter
 from opslot.cli import main
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.base import Callback
-from tests.hub import COMMIT, NEWER_COMMIT
+from tests.hub import COMMIT, NEWER_COMMIT, read_from
 from tests.multimodal import write_model, write_samples
-from tests.trainer.runs import curve, losses, trainer_of
+from tests.trainer.runs import curve, losses, run_config, trainer_of
 
 
 @pytest.fixture
@@ -185,32 +185,19 @@ def test_other_revision_that_is_named_is_read(train, stopped, tmp_path):
     assert load_config(tmp_path / "out/config.yaml").data.train_path == f"hf://datasets/org/texts@{NEWER_COMMIT}/*.txt"
 
 
-RANK = """
-import json, sys
-from huggingface_hub import constants
-from opslot.trainer import cli_train
-
-file, settings = sys.argv[1:]
-vars(constants).update(json.loads(settings))
-sys.exit(cli_train([file]))
-"""
+def run_from_hub(constants, file):
+    with read_from(constants):
+        return run_config(file)
 
 
 @pytest.mark.usefixtures("base")
-def test_branch_that_moves_while_ranks_start_is_read_once(forks, free_port, settings, hub, newer, tmp_path):
+def test_branch_that_moves_while_ranks_start_is_read_once(ranks, settings, hub, newer, tmp_path):
     hub.move("models/org/model", newer[0], after=1)
     hub.move("datasets/org/texts", newer[1], after=1)
     settings["train"]["max_steps"] = 2
-    script, file = tmp_path / "rank.py", tmp_path / "run.yaml"
-    script.write_text(RANK)
+    file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(settings))
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        forks.start(script, str(file), json.dumps(hub.constants), env={**common, "RANK": rank, "LOCAL_RANK": rank})
-        for rank in ("0", "1")
-    ]
-    errors = [process.communicate(timeout=100)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
+    assert ranks.run(run_from_hub, hub.constants, str(file), timeout=90) == [0, 0]
     recorded = load_config(tmp_path / "out/config.yaml")
     assert recorded.model.model_path == f"org/model@{COMMIT}"
     snapshots = sorted((tmp_path / "hub").glob("*/snapshots/*"))

@@ -54,9 +54,13 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any
     return outputs["out"], outputs["lse"]
 
 
-def _allocate_gradients(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, (q, k, v)))
+
+
+def _fake_gradients(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, *_, need_sinks = arguments
-    return *map(torch.empty_like, (q, k, v)), torch.empty_like(sinks) if need_sinks else None
+    return *_allocate_gradients(q, k, v), torch.empty_like(sinks) if need_sinks else None
 
 
 def _launch_backward(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -64,7 +68,7 @@ def _launch_backward(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]
     q, k, v, sinks, *boundaries, out, lse = arguments[:8]
     options, need_sinks = (*boundaries, *arguments[8:-4]), arguments[-1]
     inputs = {**_inputs(q, k, v, *boundaries), "out": out, "lse": lse, "dout": dout}
-    gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in ("q", "k", "v")}
+    gradients = dict(zip(("dq", "dk", "dv"), _allocate_gradients(q, k, v), strict=True))
     _BACKWARD.call(
         key_of(inputs, options[2:4], options[4:]),
         inputs,
@@ -91,7 +95,7 @@ _attention = differentiable_op(
     allocate=_allocate,
     launch=_launch,
     launch_backward=_launch_backward,
-    allocate_gradients=_allocate_gradients,
+    allocate_gradients=_fake_gradients,
     in_place=False,
     differentiable=4,
     kept=("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_k", "out", "lse"),

@@ -29,7 +29,10 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     given.check(_LABEL)
-    out, final = _function_of(g)(*given.in_one_row()[:5], **given.library_options)
+    options = given.library_options
+    if given.cu_seqlens is not None:
+        options["cu_seqlens"] = given.cu_seqlens.to(torch.int64)
+    out, final = _function_of(g)(*given.in_one_row()[:5], **options)
     return out.view(value.shape), final
 
 

@@ -28,11 +28,10 @@ def chunk_gated_delta_rule(given: DeltaRule) -> tuple[Tensor, Tensor | None]:
             reject(_LABEL, name, found, "use triton or torch_chunked")
     given.check(_LABEL)
     *projections, g, beta = given.in_one_row()[:5]
-    # It reads cu_seqlens on the host, once for each tensor: a model's own, also in int32, once for all layers.
-    options = given.library_options | {"cu_seqlens": given.cu_seqlens}
     try:
-        # Its backward asserts decays in float32.
-        out, final = flash_qla_chunk(*projections, g.float(), beta, **options)
+        # Its backward asserts decays in float32. It reads cu_seqlens on the host once for each tensor: that of a model,
+        # which is not converted, once for all layers.
+        out, final = flash_qla_chunk(*projections, g.float(), beta, **given.library_options)
     except ValueError as error:
         if "invalid sequence lengths" not in str(error):
             raise

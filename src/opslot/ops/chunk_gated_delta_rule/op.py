@@ -61,7 +61,7 @@ class DeltaRule(NamedTuple):
             "initial_state": None if self.initial_state is None else self.initial_state.float(),
             "output_final_state": self.output_final_state,
             "use_qk_l2norm_in_kernel": self.use_qk_l2norm_in_kernel,
-            "cu_seqlens": None if self.cu_seqlens is None else self.cu_seqlens.to(torch.int64),
+            "cu_seqlens": self.cu_seqlens,
         }
 
     def check(self, kernel: str) -> None:

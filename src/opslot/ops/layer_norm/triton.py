@@ -50,7 +50,7 @@ def _forward_kernel(
     centered = tl.where(inside, x - mean, 0.0)
     if x_ptr.dtype.element_ty != tl.bfloat16:
         # The rounding error of the mean, which dominates in rows of nearly equal values. In bfloat16, values that are
-        # not equal differ by far more; with this sum, 1152 channels would take 6 % longer.
+        # not equal differ by far more; with this sum, 1152 channels would take 0.20 ms instead of 0.19.
         rest = tl.sum(centered, axis=1, keep_dims=True) / WIDTH
         mean += rest
         centered = tl.where(inside, centered - rest, 0.0)
@@ -184,7 +184,9 @@ def _run_backward(
         return
     width = x.shape[-1]
     rows = x.numel() // width
-    plan = backward_plan(width, x.element_size() + dout.element_size())
+    # On an H200 in bf16, 65,536 rows of 768 channels take 0.09 ms instead of 0.16 with smaller tiles, but 524,288 rows
+    # of 128 take 0.28 instead of 0.11.
+    plan = backward_plan(width, x.element_size() + dout.element_size(), 4 if 512 < width <= 2048 else 2)
     programs = min(cdiv(rows, plan.rows), sm_count(x.device) * plan.programs)
     partial = x.new_empty((len(summed), programs, width), dtype=torch.float32) if summed else None
     dout, dout_stride = aligned_rows(dout)
