@@ -1,12 +1,11 @@
 """The gated delta rule in Triton: chunks of 64 tokens, forward and backward, deterministic.
 
 Forward: invert every chunk's triangular system in one kernel, and walk along each document's chunks with the state in
-registers, writing the outputs. Backward computes this again from the arguments, which are all that is saved (with
-decays of channels, so are the systems, which take longest there), but writes the state that each chunk finds and its
-residuals; walks back with the state's gradient, at the same time; and computes all other gradients in one kernel over
-chunks and key heads. Queries and keys are normalized by scaling rows of results. Long documents in few heads are split,
-since the state that leaves a part is linear in the state that finds it.
-No chunk has tokens of two documents: a table of chunks is computed on the device, with the maximum length that the
+registers, writing the outputs. Backward walks again, from the arguments and the inverses, which are all that is saved,
+but writes the state that each chunk finds and its residuals; walks back with the state's gradient, at the same time;
+and computes the other gradients in one kernel over chunks and key heads. Queries and keys are normalized by scaling
+rows of results. Long documents in few heads are split, since the state that leaves a part is linear in that which finds
+it. No chunk has tokens of two documents: a table of chunks is computed on the device, with the maximum length that the
 documents could need, so that the host never waits for `cu_seqlens`. The modules of `kernels` give the formulas.
 
 Roofline on an H200 (4.3 TB/s, 790 TFLOP/s) in bf16 at 8192 tokens, 16 key and 32 value heads of 128: forward reads
@@ -43,15 +42,15 @@ _DIFFERENTIABLE = 6
 
 
 def _allocate(query: Tensor, key: Tensor, value: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    """The output, the last states, and N and W of `channels.py` for backward, empty without decays of channels."""
+    """The output, the last states, and N and W for backward; without decays of channels, W is empty."""
     *_, cu_seqlens, _, want_final = rest
     batch, length, heads, width = value.shape
     documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     shape = (batch if documents is None else documents, heads, key.shape[3], width)
     final = value.new_empty(shape, dtype=torch.float32) if want_final else None
-    chunks = count_chunks(documents, batch, length, CHUNK) if g.dim() == 4 else 0
-    inverse, within = (key.new_empty(chunks * heads, CHUNK, CHUNK) for _ in range(2))
+    planes = count_chunks(documents, batch, length, CHUNK) * heads
+    inverse, within = (key.new_empty(count, CHUNK, CHUNK) for count in (planes, planes if g.dim() == 4 else 0))
     return out, final, inverse, within
 
 
@@ -65,7 +64,7 @@ def _forward(outputs: tuple[Any, ...], *args: Any) -> None:
     if call.key > WIDEST_KEY_IN_99_KIB and call.k.element_size() > 2 and shared_memory(call.k.device) < _WIDE_KEYS:
         limit = f"{WIDEST_KEY_IN_99_KIB} in float32 on this GPU, for its shared memory"
         reject(_LABEL, "key", f"its heads are {call.key} wide, the limit is {limit}", "use torch_chunked or bfloat16")
-    system = solve_channels(call, tuple(solution), solved=False) if call.per_channel else solve(call)
+    system = (solve_channels if call.per_channel else solve)(call, solution, solved=False)
     recur(call, system, initial_state, (None, None, out), final)
 
 
@@ -84,10 +83,10 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
     call = prepare(inputs, cu_seqlens, normalize)
     arguments = initial_state, dout, dfinal, tuple(grads), dinitial
     if call.per_channel:
-        system = solve_channels(call, tuple(solution), solved=True)
+        system = solve_channels(call, solution, solved=True)
         write_channel_gradients(call, system, *arguments)  # type: ignore[arg-type]
     else:
-        write_gradients(call, solve(call), *arguments)  # type: ignore[arg-type]
+        write_gradients(call, solve(call, solution, solved=True), *arguments)  # type: ignore[arg-type]
 
 
 _gated_delta_rule = differentiable_op(

@@ -15,6 +15,7 @@ whose tokens are not in the two halves of one block are dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -204,7 +205,7 @@ class ChannelSystem(System):
     norms: Tensor
 
 
-def solve_channels(call: DeltaRuleCall, solution: tuple[Tensor, ...], *, solved: bool) -> ChannelSystem:
+def solve_channels(call: DeltaRuleCall, solution: Sequence[Tensor], *, solved: bool) -> ChannelSystem:
     """The system of all chunks and value heads; its `solution`, N and W, is written unless it is `solved`.
 
     Their kernel takes a sixth of forward + backward on an H200, so backward does not launch it again.

@@ -13,6 +13,7 @@ scale exp(G) r of a query. No exponent is positive, since log decays are <= 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,9 +67,10 @@ def system_kernel(
     NORM: tl.constexpr,
     BK: tl.constexpr,
     CHUNK: tl.constexpr,
+    SOLVED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scales [chunks * V_heads, SCALES, CHUNK], N and W [chunks * V_heads, CHUNK, CHUNK]."""
+    """Scales [chunks * V_heads, SCALES, CHUNK], W and, unless it is SOLVED, N [chunks * V_heads, CHUNK, CHUNK]."""
     program = tl.program_id(0)
     start = tl.load(start_ptr + program // HEADS)
     length = tl.load(length_ptr + program // HEADS)
@@ -83,7 +85,8 @@ def system_kernel(
             column = first + tl.arange(0, BK)
             q = load_tokens(q_ptr, start, length, head // GROUP, q_token, q_head, column, K, CHUNK)
             k = load_tokens(k_ptr, start, length, head // GROUP, k_token, k_head, column, K, CHUNK)
-            system = dot(k, tl.trans(k), system)
+            if not SOLVED:
+                system = dot(k, tl.trans(k), system)
             within = dot(q, tl.trans(k), within)
             if NORM:
                 k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
@@ -105,9 +108,10 @@ def system_kernel(
         tl.store(scales + QUERY * CHUNK, q_scale * tl.exp(cumulated))
         between = decay(cumulated, cumulated, i[:, None] >= i[None, :]) * rate[None, :]
         store_plane(within_ptr, within * between * q_scale[:, None], program, i, i, CHUNK, CHUNK)
-        system *= tl.where(i[:, None] > i[None, :], between, 0.0) * k_scale[:, None]
-        inverse = unit_inverse(system, CHUNK, PRECISION)
-        store_plane(inverse_ptr, inverse, program, i, i, CHUNK, CHUNK)
+        if not SOLVED:
+            system *= tl.where(i[:, None] > i[None, :], between, 0.0) * k_scale[:, None]
+            inverse = unit_inverse(system, CHUNK, PRECISION)
+            store_plane(inverse_ptr, inverse, program, i, i, CHUNK, CHUNK)
 
 
 _launch_system = KernelLauncher(system_kernel, max_registers=168)
@@ -143,16 +147,23 @@ def inverse_precision(call: DeltaRuleCall) -> str:
     return "tf32" if call.k.dtype == torch.bfloat16 and not torch.version.hip else FP32_DOT.value
 
 
-def solve(call: DeltaRuleCall) -> System:
-    """The system of all chunks and value heads; the scales in float32."""
+def solve(call: DeltaRuleCall, solution: Sequence[Tensor], *, solved: bool) -> System:
+    """The system of all chunks and value heads; N, the first of its `solution`, is written unless it is `solved`.
+
+    Its kernel takes three times as long with N as without, so backward reads it, 8 KiB per chunk and head in 16 bit.
+    """
+    inverse = solution[0]
     scales = call.by_chunk(SCALES.value, CHUNK, dtype=torch.float32)
-    inverse, within = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
+    within = call.by_chunk(CHUNK, CHUNK)
     _launch_system(
         (call.per_chunk, 1, 1),
-        (call.q, call.k, call.log_decay, call.rate, *call.chunks.table, scales, inverse, within),
+        (call.q, call.k, call.log_decay, call.rate, *call.chunks.table, scales, None if solved else inverse, within),
         strides(call.q, call.k),
         (call.scale,),
-        (call.heads, call.group, call.key, call.normalize, call.plan.key_block, CHUNK, inverse_precision(call)),
+        (
+            *(call.heads, call.group, call.key, call.normalize, call.plan.key_block, CHUNK),
+            *(solved, inverse_precision(call)),
+        ),
         4,
     )
     return System(call.q, call.k, None, call.group, scales, inverse, within)
