@@ -184,9 +184,7 @@ def _run_backward(
         return
     width = x.shape[-1]
     rows = x.numel() // width
-    # On an H200 in bf16, 65,536 rows of 768 channels take 0.09 ms instead of 0.16 with smaller tiles, but 524,288 rows
-    # of 128 take 0.28 instead of 0.11.
-    plan = backward_plan(width, x.element_size() + dout.element_size(), 4 if 512 < width <= 2048 else 2)
+    plan = backward_plan(width, x.element_size() + dout.element_size())
     programs = min(cdiv(rows, plan.rows), sm_count(x.device) * plan.programs)
     partial = x.new_empty((len(summed), programs, width), dtype=torch.float32) if summed else None
     dout, dout_stride = aligned_rows(dout)
