@@ -151,6 +151,8 @@ CASES = {
         _case("one group", (1, 2, 2, 17, 64)),
         _case("two tokens", (2, 4, 1, 2, 32)),
         _case("packed documents", (1, 4, 2, 50, 32), documents=[7, 1, 30, 12]),
+        # As padding in compiled models.
+        _case("packed documents, some empty", (2, 4, 2, 40, 32), documents=[0, 40, 0, 0, 7, 1, 0, 32, 0]),
         _case("packed documents, two rows", (2, 4, 2, 20, 32), documents=[12, 8, 5, 15]),
         _case("sliding window", (2, 4, 2, 50, 32), sliding_window=9),
         _case("packed documents, sliding window", (1, 4, 2, 50, 32), documents=[7, 1, 30, 12], sliding_window=9),

@@ -225,6 +225,35 @@ def _assert_causal(given: Mapping[str, Any], name: str) -> None:
     torch._assert_async(~seen.any(), f"{message}; pass an attention_mask, or use sdpa or eager")
 
 
+def _is_padded_causal(given: Mapping[str, Any]) -> bool:
+    """In a compiled model, whether a mask is that of causal self-attention with a padding mask."""
+    mask = given["attention_mask"]
+    padded = isinstance(mask, Tensor) and mask.dim() == 2 and given["q_length"] == given["kv_length"]
+    # Functions for masks without causality pass both.
+    return padded and "allow_is_causal_skip" in given and "allow_is_bidirectional_skip" not in given
+
+
+def _padded_rows(layout: Layout, padding_mask: Tensor, name: str) -> Layout:
+    """A layout with padding [B, S] in a compiled model: each row is padding, tokens and padding, any of them empty.
+
+    Their number does not depend on values, which compiled code could not read. Padding between tokens fails an
+    assertion on the device.
+    """
+    batch, length = padding_mask.shape
+    real = padding_mask.bool()
+    unseeing = real.cumsum(-1) == 0
+    first = unseeing.sum(-1, keepdim=True)
+    end = first + real.sum(-1, keepdim=True)
+    position = torch.arange(length, device=real.device)
+    adjacent = (real == ((position >= first) & (position < end))).all()
+    message = f"attn_implementation={name!r}: compiled models take no padding between tokens; use sdpa or eager"
+    torch._assert_async(adjacent, message)
+    row = torch.arange(batch, device=real.device)[:, None] * length
+    bounds = torch.cat([row, row + first, row + end], 1).flatten()
+    cu_seqlens = pad(bounds, (0, 1), value=batch * length).to(torch.int32)
+    return layout._replace(cu_seqlens=cu_seqlens, longest=length, length=length, unseeing=unseeing)
+
+
 def _shown(mask_function: Any) -> str:
     return getattr(mask_function, "__qualname__", str(mask_function)).partition(".")[0]
 
@@ -278,8 +307,10 @@ def mask_function(
 
     def in_compiled_model(given: dict[str, Any]) -> Any:
         layout = _compiled(given)
+        if layout is not None and any_mask and given["attention_mask"] is not None:
+            return own_or_dense(given)
         if layout is not None and layout.window is not None:
-            if given["q_length"] != given["kv_length"] or (any_mask and given["attention_mask"] is not None):
+            if given["q_length"] != given["kv_length"]:
                 return own_or_dense(given)
             padding = None if given["attention_mask"] is None else own(**given)
             return layout._replace(length=given["kv_length"], padding=padding)
@@ -287,6 +318,8 @@ def mask_function(
             return own_or_dense(given)
         if not any_mask and given["local_size"] is None and given["mask_function"].__name__ == "and_mask":
             _assert_causal(given, name)
+        if not any_mask and _is_padded_causal(given):
+            return _padded_rows(layout or Layout(causal=True), given["attention_mask"], name)
         found = layout or own(**given)
         # A mask of padding does not show a module that is not causal that this one is.
         if isinstance(found, Tensor) and not any_mask and given["mask_function"] is masking_utils.causal_mask_function:
