@@ -331,6 +331,27 @@ def test_compiled_model_with_padding_is_one_graph(name, kernel):
         torch.testing.assert_close(found[part], wanted[part], rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_exported_model_with_padding_takes_other_shapes():
+    if (reason := KERNEL_REGISTRY.get("attention", "causal", "triton").unsupported_here()) is not None:
+        pytest.skip(reason)
+    model = original("mistral")
+    expected = copy.deepcopy(model)
+    opslot.apply(model, {"preset": "eager", "attn_implementation": "triton"})
+    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=4, max=64)
+    shape = {0: batch, 1: length}
+
+    def inputs(*shape):
+        padding = torch.ones(shape, dtype=torch.long)
+        padding[0, :6] = padding[1, 5:] = 0
+        return {"input_ids": torch.full(shape, 7), "attention_mask": padding, "use_cache": False}
+
+    shapes = {"input_ids": shape, "attention_mask": shape, "use_cache": None}
+    exported = torch.export.export(model, (), inputs(2, 9), dynamic_shapes=shapes, strict=False).module()
+    given = inputs(3, 13)
+    close(exported(**given).logits, expected(**given).logits, given["attention_mask"])
+
+
 def test_longest_document_of_a_tensor_in_a_compiled_graph():
     """Dynamo cannot look up in a dictionary what it has not seen outside the graph."""
     longest = torch.compile(lambda x: longest_document(x.cumsum(0), 7), fullgraph=True, backend="eager")

@@ -18,7 +18,7 @@ def without_compiled_code():
 )
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_positions_that_restart_raise_in_models_that_would_mix_documents(arch, ops, mode):
-    compiled = torch.compile(with_kernels(arch, ops), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(with_kernels(arch, ops), fullgraph=True, backend="eager")
     ids = packed(compiled)["input_ids"]
     with mode():
         compiled(input_ids=ids, position_ids=torch.arange(sum(LENGTHS))[None])
@@ -27,7 +27,7 @@ def test_positions_that_restart_raise_in_models_that_would_mix_documents(arch, o
 
 
 def test_positions_that_restart_raise_where_a_cache_is_made():
-    compiled = torch.compile(with_kernels("llama", "auto"), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(with_kernels("llama", "auto"), fullgraph=True, backend="eager")
     ids = packed(compiled)["input_ids"]
     with torch.no_grad():
         compiled(input_ids=ids, position_ids=torch.arange(sum(LENGTHS))[None])
@@ -41,7 +41,7 @@ def test_positions_that_restart_raise_where_a_cache_is_made():
 
 
 def test_boundaries_that_positions_do_not_have_raise():
-    compiled = torch.compile(with_kernels("llama"), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(with_kernels("llama"), fullgraph=True, backend="eager")
     batch = packed(compiled, use_cache=False)
     compiled(**batch, position_ids=positions())
     with pytest.raises(RuntimeError, match="do not restart where documents of cu_seq_lens_q start"):

@@ -250,7 +250,8 @@ def _padded_rows(layout: Layout, padding_mask: Tensor, name: str) -> Layout:
     torch._assert_async(adjacent, message)
     row = torch.arange(batch, device=real.device)[:, None] * length
     bounds = torch.cat([row, row + first, row + end], 1).flatten()
-    cu_seqlens = pad(bounds, (0, 1), value=batch * length).to(torch.int32)
+    # A padding value would make the number of tokens constant.
+    cu_seqlens = torch.cat([bounds, row[-1] + length]).to(torch.int32)
     return layout._replace(cu_seqlens=cu_seqlens, longest=length, length=length, unseeing=unseeing)
 
 
