@@ -1,7 +1,9 @@
 """check_architecture passes correct architectures and names the failure in others."""
 
 import json
+import logging
 import re
+from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +42,18 @@ def test_supported_architecture_passes(arch):
     assert str(found).startswith(f"{arch}: passed\n")
     assert found["eager"].detail == "loss and gradients equal Transformers' bit for bit"
     assert [outcome.name for outcome in found.outcomes] == list(ONE_PROCESS)
+
+
+def test_config_of_an_encoder_logs_no_warning_of_other_models():
+    """Default configs of the models that may have it are made, and that of Qwen2.5-Omni warns of its token ids."""
+    handler = BufferingHandler(100)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        tiny_config("clip")
+    finally:
+        logger.removeHandler(handler)
+    assert not handler.buffer
 
 
 def test_auto_runs_the_fused_loss_of_larger_vocabularies(monkeypatch):

@@ -93,10 +93,24 @@ def _with_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     for name in filter(CONFIG_MAPPING_NAMES.__contains__, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
         with contextlib.suppress(Exception):
-            whole = CONFIG_MAPPING[name]()
+            with _errors_only():
+                whole = CONFIG_MAPPING[name]()
             if any(type(getattr(whole, part, None)) is type(config) for part in ("vision_config", "audio_config")):
                 return whole
     return config
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    """Without Transformers' warnings, such as that of Qwen2.5-Omni's default config about its own token ids."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def model_type_of(arch: str) -> str:
