@@ -321,11 +321,7 @@ def mask_function(
             _assert_causal(given, name)
         if not any_mask and _is_padded_causal(given):
             return _padded_rows(layout or Layout(causal=True), given["attention_mask"], name)
-        found = layout or own(**given)
-        # A mask of padding does not show a module that is not causal that this one is.
-        if isinstance(found, Tensor) and not any_mask and given["mask_function"] is masking_utils.causal_mask_function:
-            return Layout(causal=True, length=given["kv_length"], padding=found)
-        return found
+        return layout or own(**given)
 
     def mask(
         batch_size: int,
