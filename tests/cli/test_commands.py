@@ -42,6 +42,11 @@ def test_explain_a_folder(moe_config_folder, capsys):
     assert by_op["rms_norm"]["modules"]
 
 
+def test_explain_a_model_type(capsys):
+    assert main(["explain", "qwen3_moe"]) == 0
+    assert "Qwen3MoeDecoderLayer.rms_norm x" in capsys.readouterr().out
+
+
 def test_explain_with_a_named_kernel(moe_config_folder, capsys):
     assert main(["explain", str(moe_config_folder), "--set", "rms_norm_implementation=eager"]) == 0
     assert "named by rms_norm_implementation" in capsys.readouterr().out

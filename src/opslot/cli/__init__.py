@@ -229,6 +229,7 @@ def _add_explain(add: _Add) -> None:
             "examples:\n  opslot explain config.yaml                a training configuration\n"
             "  opslot explain path/to/model              a folder with config.json\n"
             "  opslot explain Qwen/Qwen3-0.6B            a model of the Hugging Face hub\n"
+            "  opslot explain qwen3_moe                  a model type, with its default sizes\n"
             "  opslot explain path/to/model --set rms_norm_implementation=eager --json"
         ),
     )

@@ -10,11 +10,17 @@ from typing import Any
 import opslot
 from opslot._base.errors import ConfigError
 from opslot._base.pairs import pairs
+from opslot.models._registry import serve_model_type
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table of the model that MODEL_OR_YAML names; exit code 0."""
-    report = opslot.explain(opslot.build_foundation_model(**model_arguments(options), init_device="meta"))
+    """Print the table of the model that MODEL_OR_YAML names, or of a model type's default sizes; exit code 0."""
+    arguments = model_arguments(options)
+    if not Path(options.model).exists() and serve_model_type(options.model):
+        from transformers import AutoConfig
+
+        arguments["config_path"] = AutoConfig.for_model(options.model)
+    report = opslot.explain(opslot.build_foundation_model(**arguments, init_device="meta"))
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     return 0
 
