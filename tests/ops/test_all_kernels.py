@@ -4,10 +4,12 @@ import functools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import facts_of
+from opslot._base.errors import KernelError
 from opslot.slots import KernelRequest
 from opslot.verify import check_kernel
 
@@ -211,6 +213,29 @@ def forward_backward(kernel, variant, arguments):
     douts = [torch.randn(o.shape, device=DEVICE, generator=generator).to(o) for o in rooted]
     grads = torch.autograd.grad(rooted, leaves, douts, allow_unused=True) if rooted else ()
     return [x for x in (*outputs, *grads) if x is not None]
+
+
+class _CallsOps(TorchDispatchMode):
+    """Lets kernels run as ops of torch.library, inside of which autograd records nothing, as compiled models do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", [pytest.param(s, id="-".join(s.key)) for s in usable_specs() if not s.interpretable])
+def test_kernels_compute_the_same_as_ops(spec):
+    variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
+    kernel = KERNEL_REGISTRY.load(*spec.key)
+    dtype = torch.float32 if spec.dtypes is None or torch.float32 in spec.dtypes else spec.dtypes[0]
+    for case in check_cases(spec):
+        arguments = case.make(dtype, torch.device(DEVICE), torch.Generator().manual_seed(0))
+        try:
+            expected = forward_backward(kernel, variant, arguments)
+        except KernelError:
+            continue
+        with _CallsOps():
+            found = forward_backward(kernel, variant, arguments)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text, name=case.name: f"{name}: {text}")
 
 
 @pytest.mark.gpu

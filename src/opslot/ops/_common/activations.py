@@ -52,6 +52,26 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": relu2,
 }
 
+
+def _sigmoid_slope(x: Tensor, factor: float = 1.0) -> Tensor:
+    sigmoid = torch.sigmoid(factor * x)
+    return sigmoid * (1 + factor * x * (1 - sigmoid))
+
+
+def _gelu_slope(x: Tensor, approximate: str = "none") -> Tensor:
+    return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
+
+
+# The derivatives of `ACTIVATIONS`. Autograd records nothing in an op, as which kernels run in compiled models.
+SLOPES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": _sigmoid_slope,
+    "gelu": _gelu_slope,
+    "gelu_tanh": partial(_gelu_slope, approximate="tanh"),
+    "quick_gelu": partial(_sigmoid_slope, factor=1.702),
+    "relu": lambda x: (x > 0).to(x.dtype),
+    "relu2": lambda x: 2 * F.relu(x),
+}
+
 # Names of classes and functions, because ops do not import Transformers. The tanh approximations of GELU differ in
 # rounding only.
 _NAMES = {

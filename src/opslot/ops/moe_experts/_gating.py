@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot.ops._common.activations import ACTIVATIONS, limit_has_gradient
+from opslot.ops._common.activations import ACTIVATIONS, SLOPES, limit_has_gradient
 from opslot.ops.moe_experts.contract import Experts
 
 # (gate and up [P, 2I],), (up [P, I],) or (gate [P, I], up [P, I])
@@ -89,10 +89,7 @@ def activate_backward(
 
 def _activation_and_slope(gate: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     if experts.activation != "silu":
-        with torch.enable_grad():
-            leaf = gate.detach().requires_grad_()
-            activated = ACTIVATIONS[experts.activation](leaf)
-            return activated.detach(), torch.autograd.grad(activated.sum(), leaf)[0]
+        return ACTIVATIONS[experts.activation](gate), SLOPES[experts.activation](gate)
     sigmoid = torch.sigmoid(gate * experts.alpha)
     activated = gate * sigmoid
     return activated, (activated * (1 - sigmoid)).mul_(experts.alpha).add_(sigmoid)
