@@ -1,7 +1,11 @@
 """The meshes, the coordinates of ranks, and invalid sizes."""
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from opslot._base.errors import ConfigError, ParallelError
 from opslot.distributed import destroy_parallel_state, get_parallel_state, init_parallel_state
@@ -14,6 +18,21 @@ def _no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     yield
     destroy_parallel_state()
+
+
+def gloo_threads_after_destroying_a_state():
+    mesh = init_parallel_state(device_type="cpu").fsdp_mesh
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    (x @ x.redistribute(mesh, [Replicate()])).full_tensor()
+    del x, mesh
+    destroy_parallel_state()
+    gc.collect()
+    return sum("gloo" in file.read_text() for file in Path("/proc/self/task").glob("*/comm"))
+
+
+def test_threads_of_groups_end_with_the_state(ranks):
+    """DTensor's caches kept the meshes, and each group has a thread that wakes a hundred times a second."""
+    assert ranks.run(gloo_threads_after_destroying_a_state) == [0, 0]
 
 
 def test_single_process_has_a_trivial_state():

@@ -15,9 +15,13 @@ Parameters see the same ranks as `dp_replicate * fsdp`, experts as `dp_replicate
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib
+import operator
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -276,8 +280,29 @@ def destroy_parallel_state(*, keep_group: bool = False) -> None:
     """Reset the state and destroy the process group, or keep the group for other meshes over the same processes."""
     global _state
     _state = None
+    _forget_meshes()
     if dist.is_initialized() and not keep_group:
         dist.destroy_process_group()
+
+
+# Releases of torch have others of these, and no public function for all.
+_CACHES_OF_MESHES = (
+    "debug._clear_sharding_prop_cache",
+    "_redistribute._gen_transform_infos.cache_clear",
+    "_redistribute.clear_redistribute_planner_cache",
+    "_collective_utils.MeshTopoInfo.build_from_mesh.cache_clear",
+)
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches, which keep meshes, and so the communicators and threads of their groups, until exit."""
+    package = "torch.distributed.tensor"
+    if package not in sys.modules:
+        return
+    for path in _CACHES_OF_MESHES:
+        module, _, function = path.partition(".")
+        with contextlib.suppress(AttributeError, ImportError):
+            operator.attrgetter(function)(importlib.import_module(f"{package}.{module}"))()
 
 
 def check_sizes(world: int, dp_replicate: int = 1, dp_shard: int | None = None, sp: int = 1, ep: int = 1) -> int:
