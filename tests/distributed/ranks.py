@@ -157,8 +157,10 @@ def _serve(connection: Connection, rank: int) -> None:
             error = traceback.format_exc()
         with contextlib.suppress(Exception):
             destroy_parallel_state()
-        # Groups in reference cycles keep threads, each of which wakes a hundred times a second.
+        # Groups in reference cycles, and of compiled models, keep threads, which wake a hundred times a second.
         if len(os.listdir("/proc/self/task")) > idle_threads + 8:
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()
             gc.collect()
         connection.send((error, value))
 

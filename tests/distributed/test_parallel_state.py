@@ -20,19 +20,25 @@ def _no_launcher(monkeypatch):
     destroy_parallel_state()
 
 
-def gloo_threads_after_destroying_a_state():
+def gloo_threads():
+    gc.collect()
+    return sum("gloo" in file.read_text() for file in Path("/proc/self/task").glob("*/comm"))
+
+
+def gloo_threads_that_a_state_leaves():
+    # Other tests may have left some.
+    before = gloo_threads()
     mesh = init_parallel_state(device_type="cpu").fsdp_mesh
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     (x @ x.redistribute(mesh, [Replicate()])).full_tensor()
     del x, mesh
     destroy_parallel_state()
-    gc.collect()
-    return sum("gloo" in file.read_text() for file in Path("/proc/self/task").glob("*/comm"))
+    return gloo_threads() - before
 
 
 def test_threads_of_groups_end_with_the_state(ranks):
     """DTensor's caches kept the meshes, and each group has a thread that wakes a hundred times a second."""
-    assert ranks.run(gloo_threads_after_destroying_a_state) == [0, 0]
+    assert max(ranks.run(gloo_threads_that_a_state_leaves)) <= 0
 
 
 def test_single_process_has_a_trivial_state():
