@@ -16,6 +16,7 @@ from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
 from opslot.ops._common.documents import longest_document
 from opslot.ops.attention import masks, op
+from opslot.ops.attention.layout import split_documents
 from opslot.ops.attention.mask_patterns import pattern_of
 from opslot.slots import KernelSpec
 from opslot.verify.tiny import shrink, tiny_config
@@ -166,7 +167,7 @@ def test_functions_that_read_their_arguments_are_not_taken_for_constant_ones(fun
 )
 def test_split_documents(lengths, expected):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    found = masks.split_documents(cu_seqlens, sum(lengths), 4)
+    found = split_documents(cu_seqlens, sum(lengths), 4)
     assert found.dtype == torch.int32
     assert found.unique().tolist() == expected
     assert found.tolist() == sorted(found.tolist())
@@ -177,10 +178,10 @@ def test_documents_of_any_length_are_split_in_one_compiled_graph():
     """As of Llama 4, whose layers with chunks split each row."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    split = torch.compile(masks.split_documents, fullgraph=True, dynamic=True, backend=counter)
+    split = torch.compile(split_documents, fullgraph=True, dynamic=True, backend=counter)
     for length in (9, 14, 23):
         cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
-        assert torch.equal(split(cu_seqlens, length, 4), masks.split_documents(cu_seqlens, length, 4))
+        assert torch.equal(split(cu_seqlens, length, 4), split_documents(cu_seqlens, length, 4))
     assert counter.frame_count == 1
 
 

@@ -14,7 +14,8 @@ import opslot
 from opslot._base.errors import ConfigError, KernelError
 from opslot.distributed import ParallelState
 from opslot.models._sequence.ulysses import prepare_ulysses
-from opslot.ops.attention.masks import Keys, Layout, reads_layout
+from opslot.ops.attention.layout import Keys, Layout
+from opslot.ops.attention.masks import reads_layout
 from opslot.ops.attention.reference import reference
 from opslot.slots import KERNEL_REGISTRY, binding_of
 from opslot.verify.random_model import worst_difference

@@ -1,6 +1,4 @@
-import gc
 import json
-import os
 
 import pytest
 import yaml
@@ -23,14 +21,6 @@ QWEN3_MOE = {
     "tie_word_embeddings": True,
     "eos_token_id": 0,
 }
-
-
-@pytest.fixture(autouse=True)
-def few_threads():
-    """Collect process groups in reference cycles: their threads wake a hundred times a second."""
-    yield
-    if len(os.listdir("/proc/self/task")) > 40:
-        gc.collect()
 
 
 @pytest.fixture

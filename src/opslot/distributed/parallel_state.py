@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib
 import operator
 import os
 import socket
@@ -287,22 +286,23 @@ def destroy_parallel_state(*, keep_group: bool = False) -> None:
 
 # Releases of torch have others of these, and no public function for all.
 _CACHES_OF_MESHES = (
-    "debug._clear_sharding_prop_cache",
-    "_redistribute._gen_transform_infos.cache_clear",
-    "_redistribute.clear_redistribute_planner_cache",
-    "_collective_utils.MeshTopoInfo.build_from_mesh.cache_clear",
+    ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
+    (
+        "torch.distributed.tensor._api",
+        "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear",
+    ),
+    ("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
+    ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
+    ("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
 )
 
 
 def _forget_meshes() -> None:
     """Clear DTensor's caches, which keep meshes, and so the communicators and threads of their groups, until exit."""
-    package = "torch.distributed.tensor"
-    if package not in sys.modules:
-        return
-    for path in _CACHES_OF_MESHES:
-        module, _, function = path.partition(".")
-        with contextlib.suppress(AttributeError, ImportError):
-            operator.attrgetter(function)(importlib.import_module(f"{package}.{module}"))()
+    for module, function in _CACHES_OF_MESHES:
+        # None of a module that was not imported, which has cached nothing.
+        with contextlib.suppress(AttributeError):
+            operator.attrgetter(function)(sys.modules.get(module))()
 
 
 def check_sizes(world: int, dp_replicate: int = 1, dp_shard: int | None = None, sp: int = 1, ep: int = 1) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from opslot._base.errors import ConfigError
 from opslot._base.tensor_cache import TensorCache
 from opslot.distributed.mixed_precision import has_copies
-from opslot.ops.attention.masks import Layout
+from opslot.ops.attention.layout import Layout
 from opslot.slots.protocol import modules_by_document
 
 _FEWEST_BOUNDARIES = 16

@@ -92,9 +92,8 @@ def _with_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
         auto_class_name(config, masked=True)
         return config
     for name in filter(CONFIG_MAPPING_NAMES.__contains__, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
-        with contextlib.suppress(Exception):
-            with _errors_only():
-                whole = CONFIG_MAPPING[name]()
+        with contextlib.suppress(Exception), _errors_only():
+            whole = CONFIG_MAPPING[name]()
             if any(type(getattr(whole, part, None)) is type(config) for part in ("vision_config", "audio_config")):
                 return whole
     return config

@@ -13,7 +13,7 @@ from opslot.ops.attention import bits, indexed
 from opslot.ops.attention.batch_invariant import attention as batch_invariant
 from opslot.ops.attention.kernels import select_keys as selection
 from opslot.ops.attention.kernels.selected_tiles import lists_of, tiles_with_bits, transpose_bits
-from opslot.ops.attention.masks import Layout
+from opslot.ops.attention.layout import Layout
 from opslot.ops.attention.reference import pack_bits, unpack_bits
 from opslot.ops.attention.sdpa import sdpa
 from opslot.ops.attention.triton import attention

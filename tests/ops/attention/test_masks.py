@@ -2,7 +2,7 @@
 
 import torch
 
-from opslot.ops.attention.masks import Keys, Layout
+from opslot.ops.attention.layout import Keys, Layout
 
 
 def test_mask_of_keys_is_dense_for_a_module_that_applies_it_itself():

@@ -53,21 +53,21 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _sigmoid_slope(x: Tensor, factor: float = 1.0) -> Tensor:
-    sigmoid = torch.sigmoid(factor * x)
-    return sigmoid * (1 + factor * x * (1 - sigmoid))
+def _quick_gelu_slope(x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(1.702 * x)
+    return sigmoid * (1 + 1.702 * x * (1 - sigmoid))
 
 
 def _gelu_slope(x: Tensor, approximate: str = "none") -> Tensor:
     return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
 
 
-# The derivatives of `ACTIVATIONS`. Autograd records nothing in an op, as which kernels run in compiled models.
+# The derivatives of `ACTIVATIONS` except silu, whose sigmoid the kernels use for both. Inside of ops, as which kernels
+# run in compiled models, autograd records nothing.
 SLOPES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": _sigmoid_slope,
     "gelu": _gelu_slope,
     "gelu_tanh": partial(_gelu_slope, approximate="tanh"),
-    "quick_gelu": partial(_sigmoid_slope, factor=1.702),
+    "quick_gelu": _quick_gelu_slope,
     "relu": lambda x: (x > 0).to(x.dtype),
     "relu2": lambda x: 2 * F.relu(x),
 }

@@ -26,8 +26,8 @@ from opslot.ops.attention.compressed_keys import BackwardInputs, keys_gradient
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.kernels.compressed_backward import launch_dq
 from opslot.ops.attention.kernels.compressed_forward import launch_forward
+from opslot.ops.attention.layout import Layout
 from opslot.ops.attention.mask_patterns import pattern_of
-from opslot.ops.attention.masks import Layout
 from opslot.ops.attention.reference import reject_options
 
 _KERNEL = "attn_implementation='triton'"

@@ -14,7 +14,7 @@ from transformers.masking_utils import flash_attention_mask
 from opslot._base.errors import KernelError
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.head_sizes import resize_heads
-from opslot.ops.attention.masks import Keys
+from opslot.ops.attention.layout import Keys
 from opslot.ops.attention.reference import causal_of, document_bounds, reject_options
 from opslot.ops.attention.widths import padded_widths
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from opslot.distributed.ulysses import gather_outputs
 from opslot.ops._common.by_document import ranks_of_shards
 from opslot.ops.attention.bits import select, visible_intervals
-from opslot.ops.attention.masks import Layout
+from opslot.ops.attention.layout import Layout
 from opslot.ops.attention.reference import causal_of
 from opslot.ops.attention.visible import Visible
 from opslot.ops.indexer_scores.op import standard as eager_scores

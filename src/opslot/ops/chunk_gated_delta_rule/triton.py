@@ -1,11 +1,12 @@
 """The gated delta rule in Triton: chunks of 64 tokens, forward and backward, deterministic.
 
 Forward: invert every chunk's triangular system in one kernel, and walk along each document's chunks with the state in
-registers, writing the outputs. Backward walks again, from the arguments and the inverses, which are all that is saved,
-but writes the state that each chunk finds and its residuals; walks back with the state's gradient, at the same time;
-and computes the other gradients in one kernel over chunks and key heads. Queries and keys are normalized by scaling
-rows of results. Long documents in few heads are split, since the state that leaves a part is linear in that which finds
-it. No chunk has tokens of two documents: a table of chunks is computed on the device, with the maximum length that the
+registers, writing the outputs. Backward walks again, from the arguments and the inverses (with decays of channels, also
+the scores), which are all that is saved, but writes the state that each chunk finds and its residuals; walks back with
+the state's gradient, at the same time; and computes the other gradients in one kernel over chunks and key heads.
+Queries and keys are normalized by scaling rows of results. Long documents in few heads are split, since the state that
+leaves a part is linear in the state that finds it.
+No chunk has tokens of two documents: a table of chunks is computed on the device, with the maximum length that the
 documents could need, so that the host never waits for `cu_seqlens`. The modules of `kernels` give the formulas.
 
 Roofline on an H200 (4.3 TB/s, 790 TFLOP/s) in bf16 at 8192 tokens, 16 key and 32 value heads of 128: forward reads
