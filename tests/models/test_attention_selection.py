@@ -338,6 +338,14 @@ def test_own_masks_that_are_added_to_a_causal_one_are_found(always, found):
     assert facts == ([("ToyAttention", "eager")] if found else [])
 
 
+def test_windows_that_a_config_has_for_single_layers():
+    """Reading such an attribute of the whole config raises."""
+    pytest.importorskip("transformers.models.neomme")
+    model = random_model(tiny_config("neomme"))
+    report = opslot.apply(model, {"preset": "eager", "attn_implementation": "sdpa"})
+    assert {chosen for chosen, _ in attention(report)} == {"sdpa"}
+
+
 def test_attention_without_the_interface_that_reads_bools_is_skipped():
     """In Transformers 5.9 and 5.17, Gemma 4's of audio, which reads masks of eager attention the wrong way."""
     text = """

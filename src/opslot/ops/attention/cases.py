@@ -216,6 +216,7 @@ CASES = {
     "bidirectional": [
         _case("bidirectional", (2, 4, 4, 21, 64), causal=False),
         _case("bidirectional packed documents", (1, 4, 4, 40, 64), documents=[16, 4, 20], causal=False),
+        _case("bidirectional documents, some empty", (2, 4, 4, 40, 64), [0, 40, 0, 0, 7, 1, 0, 32, 0], causal=False),
         _case("cross", (2, 4, 4, 9, 64), causal=False, keys=21),
         _case("bidirectional, window", (2, 4, 2, 50, 64), causal=False, sliding_window=9),
         _case("bidirectional, documents, window", (1, 4, 4, 50, 64), [7, 1, 30, 12], causal=False, sliding_window=9),

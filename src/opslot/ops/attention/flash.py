@@ -130,7 +130,12 @@ def _padded(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: T
     """Remove padding, compute attention over the rest as documents, and pad the output with zeros."""
     k_mask = mask[:, -k.shape[1] :].bool()
     queries, keys = Keys.of(k_mask[:, -q.shape[1] :]), Keys.of(k_mask)
-    packed = (x.flatten(0, 1).index_select(0, own.places) for x, own in ((q, queries), (k, keys), (v, keys)))
+    assert queries.places is not None
+    assert keys.places is not None
+    packed = (
+        x.flatten(0, 1).index_select(0, places)
+        for x, places in ((q, queries.places), (k, keys.places), (v, keys.places))
+    )
     out = run(
         *packed,
         cu_seqlens_q=queries.cu_seqlens,

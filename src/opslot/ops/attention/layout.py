@@ -19,13 +19,14 @@ class Keys(NamedTuple):
 
     Attributes:
         real: bool [B, S_kv].
-        places: of these keys among all B * S_kv.
-        cu_seqlens: int32 [B + 1], of these keys in each row.
-        longest: most of them in a row.
+        places: of these keys among all B * S_kv; None in a compiled model, where their number would depend on values.
+        cu_seqlens: int32 [B + 1], of these keys in each row; without `places` [3 B + 1], of the padding before them,
+            of them, and of the padding after them.
+        longest: most of them in a row, or more.
     """
 
     real: Tensor
-    places: Tensor
+    places: Tensor | None
     cu_seqlens: Tensor
     longest: int
 
@@ -36,6 +37,31 @@ class Keys(NamedTuple):
         counts = real.sum(1)
         cu_seqlens = pad(counts.cumsum(0), (1, 0)).to(torch.int32)
         return Keys(real, real.flatten().nonzero().flatten(), cu_seqlens, int(counts.max()))
+
+    @staticmethod
+    def in_compiled_model(padding_mask: Tensor) -> Keys:
+        """Those of rows of padding, tokens and padding, any of them empty.
+
+        Their number does not depend on values, which compiled code could not read. Padding between tokens fails an
+        assertion on the device.
+        """
+        length = padding_mask.shape[1]
+        real = padding_mask.bool()
+        first = (real.cumsum(-1) == 0).sum(-1, keepdim=True)
+        end = first + real.sum(-1, keepdim=True)
+        position = torch.arange(length, device=real.device)
+        adjacent = (real == ((position >= first) & (position < end))).all()
+        message = "compiled attention kernels take no padding between tokens; use sdpa or eager"
+        torch._assert_async(adjacent, message)
+        return Keys(real, None, boundaries_of_thirds(length, first, end), length)
+
+
+def boundaries_of_thirds(length: int, first: Tensor, end: Tensor) -> Tensor:
+    """cu_seqlens int32 [3 B + 1] of rows of `length` tokens that have boundaries at `first` and `end` [B, 1]."""
+    row = torch.arange(first.shape[0], device=first.device)[:, None] * length
+    bounds = torch.cat([row, row + first, row + end], 1).flatten()
+    # A padding value would make the number of tokens constant.
+    return torch.cat([bounds, row[-1] + length]).to(torch.int32)
 
 
 class Layout(NamedTuple):

@@ -22,7 +22,7 @@ from opslot._base.logging import get_logger
 from opslot.ops._common.arguments import in_autocast_dtype
 from opslot.ops._common.documents import same_document
 from opslot.ops.attention.contract import AttentionCall
-from opslot.ops.attention.layout import Keys, Layout
+from opslot.ops.attention.layout import Keys, Layout, boundaries_of_thirds
 from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, MaskPattern, by_index, pattern_of
 from opslot.slots.protocol import FIRST_PADDING
 
@@ -108,34 +108,26 @@ def _assert_causal(given: Mapping[str, Any], name: str) -> None:
     torch._assert_async(~seen.any(), f"{message}; pass an attention_mask, or use sdpa or eager")
 
 
-def _is_padded_causal(given: Mapping[str, Any]) -> bool:
-    """In a compiled model, whether a mask is that of causal self-attention with a padding mask."""
+def _is_padded(given: Mapping[str, Any]) -> bool:
+    """In a compiled model, whether a mask is that of a padding mask with causal self-attention or without causality."""
     mask = given["attention_mask"]
-    padded = isinstance(mask, Tensor) and mask.dim() == 2 and given["q_length"] == given["kv_length"]
-    # Functions for masks without causality pass both.
-    return padded and "allow_is_causal_skip" in given and "allow_is_bidirectional_skip" not in given
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    return _is_bidirectional(given) or ("allow_is_causal_skip" in given and given["q_length"] == given["kv_length"])
 
 
-def _padded_rows(layout: Layout, padding_mask: Tensor, name: str) -> Layout:
-    """A layout with padding [B, S] in a compiled model: each row is padding, tokens and padding, any of them empty.
+def _is_bidirectional(given: Mapping[str, Any]) -> bool:
+    """Whether a mask function was called for a mask without causality."""
+    return "allow_is_bidirectional_skip" in given
 
-    Their number does not depend on values, which compiled code could not read. Padding between tokens fails an
-    assertion on the device.
-    """
-    batch, length = padding_mask.shape
-    real = padding_mask.bool()
-    unseeing = real.cumsum(-1) == 0
-    first = unseeing.sum(-1, keepdim=True)
-    end = first + real.sum(-1, keepdim=True)
-    position = torch.arange(length, device=real.device)
-    adjacent = (real == ((position >= first) & (position < end))).all()
-    message = f"attn_implementation={name!r}: compiled models take no padding between tokens; use sdpa or eager"
-    torch._assert_async(adjacent, message)
-    row = torch.arange(batch, device=real.device)[:, None] * length
-    bounds = torch.cat([row, row + first, row + end], 1).flatten()
-    # A padding value would make the number of tokens constant.
-    cu_seqlens = torch.cat([bounds, row[-1] + length]).to(torch.int32)
-    return layout._replace(cu_seqlens=cu_seqlens, longest=length, length=length, unseeing=unseeing)
+
+def _padded_rows(layout: Layout, padding_mask: Tensor) -> Layout:
+    """A layout with padding [B, S_kv] in a compiled model."""
+    keys, length = Keys.in_compiled_model(padding_mask), padding_mask.shape[1]
+    found = layout._replace(cu_seqlens=keys.cu_seqlens, longest=length, length=length)
+    if layout.causal is False:
+        return found._replace(keys=keys)
+    return found._replace(unseeing=keys.real.cumsum(-1) == 0)
 
 
 def _shown(mask_function: Any) -> str:
@@ -179,32 +171,37 @@ def mask_function(
             hint="use sdpa or eager",
         )
 
-    def reads_padding(attention_mask: Tensor, compiling: bool) -> bool:
+    def reads_padding(given: dict[str, Any], compiling: bool) -> bool:
         """Whether queries that are padding attend to the keys that are not."""
-        if at_padding != FIRST_PADDING or (compiling and any_mask):
-            return at_padding is not None
-        tokens_first = attention_mask[:, 0].all()
+        always = at_padding != FIRST_PADDING or (compiling and (any_mask or takes_keys_alone(given)))
+        if given["attention_mask"] is None or always:
+            return given["attention_mask"] is not None and at_padding is not None
+        tokens_first = given["attention_mask"][:, 0].all()
         if compiling:
             torch._assert_async(tokens_first, f"attn_implementation={name!r}: {_LEFT_PADDED}")
             return False
         return not bool(tokens_first)
 
-    def in_compiled_model(given: dict[str, Any]) -> Any:
+    def takes_keys_alone(given: dict[str, Any]) -> bool:
+        """In a compiled model, whether padding hides keys alone, from all queries."""
+        return not any_mask and _is_bidirectional(given) and given["local_size"] is None
+
+    def in_compiled_model(given: dict[str, Any], read: bool) -> Any:
+        """The mask in a compiled model, in which padding is `read` or not."""
         layout = _compiled(given)
-        if layout is not None and any_mask and given["attention_mask"] is not None:
+        if any_mask:
+            return own(**given) if layout is None or given["attention_mask"] is not None else layout
+        has_window = layout is not None and layout.window is not None
+        if _has_more_parts(given["mask_function"], given) or (has_window and given["q_length"] != given["kv_length"]):
             return own_or_dense(given)
-        if layout is not None and layout.window is not None:
-            if given["q_length"] != given["kv_length"]:
-                return own_or_dense(given)
-            padding = None if given["attention_mask"] is None else own(**given)
-            return layout._replace(length=given["kv_length"], padding=padding)
-        if not any_mask and _has_more_parts(given["mask_function"], given):
-            return own_or_dense(given)
-        if not any_mask and given["local_size"] is None and given["mask_function"].__name__ == "and_mask":
+        if given["local_size"] is None and given["mask_function"].__name__ == "and_mask":
             _assert_causal(given, name)
-        if not any_mask and _is_padded_causal(given):
-            return _padded_rows(layout or Layout(causal=True), given["attention_mask"], name)
-        return layout or own(**given)
+        if not _is_padded(given):
+            return own(**given) if layout is None else layout._replace(length=given["kv_length"])
+        # Modules of the masks that `_has_more_parts` lets through have what these masks do.
+        causal = None if given.get("use_vmap") else not _is_bidirectional(given)
+        layout = _padded_rows(layout or Layout(causal), given["attention_mask"])
+        return layout._replace(cu_seqlens=None, longest=None) if read else layout
 
     def mask(
         batch_size: int,
@@ -240,11 +237,11 @@ def mask_function(
         later_keys = isinstance(q_offset, Tensor) or (is_causal and q_offset + q_length < kv_offset + kv_length)
         if later_keys and (is_causal or compiling):
             return own_or_dense({**given, "allow_is_causal_skip": False})
-        read = attention_mask is not None and reads_padding(attention_mask, compiling)
-        if attention_mask is not None and read and (compiling or _needs_padding(pattern, attention_mask)):
-            return own_or_dense(given)
+        read = reads_padding(given, compiling)
         if compiling:
-            return in_compiled_model(given)
+            return in_compiled_model(given, read) if not read or takes_keys_alone(given) else own_or_dense(given)
+        if read and _needs_padding(pattern, attention_mask):
+            return own_or_dense(given)
         if pattern is None:
             return own_or_dense({**given, "mask_function": by_index(mask_function)})
         whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
@@ -273,7 +270,7 @@ def mask_function(
     return mask
 
 
-def _needs_padding(pattern: MaskPattern | None, attention_mask: Tensor) -> bool:
+def _needs_padding(pattern: MaskPattern | None, attention_mask: Any) -> bool:
     """Whether no `Layout` lets queries that are padding attend to the keys that are not."""
     return pattern not in (None, BIDIRECTIONAL) and not bool(attention_mask.all())
 
@@ -335,7 +332,8 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
             keys = attention_mask.keys if is_layout else None
             if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
                 # A compiled model gets the padding mask itself, without a `Layout`.
-                keys = Keys.of(attention_mask[:, -key.shape[2] :])
+                keys_of = Keys.in_compiled_model if torch.compiler.is_compiling() else Keys.of
+                keys = keys_of(attention_mask[:, -key.shape[2] :])
             if keys is not None and (not any_mask or (packs_keys is not None and packs_keys(query, value))):
                 call = AttentionCall(module, query, key, value, None, dropout, scaling, kwargs)
                 return _over_keys(keys, kernel, call)
@@ -377,8 +375,14 @@ def _over_keys(keys: Keys, kernel: Callable[..., Any], call: AttentionCall) -> t
     module, query, key, value, _, dropout, scaling, kwargs = call
     batch, _, length, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    k, v = (x.index_select(0, keys.places) for x in (k, v))
-    bounds = {"cu_seq_lens_q": _rows(batch, length, query.device), "max_length_q": length}
+    if keys.places is None:
+        # In each row the queries stand beside the keys that are not padding, and none beside the padding around them.
+        first = torch.zeros_like(keys.real[:, :1], dtype=torch.int64)
+        queries = boundaries_of_thirds(length, first, first + length)
+    else:
+        k, v = (x.index_select(0, keys.places) for x in (k, v))
+        queries = _rows(batch, length, query.device)
+    bounds = {"cu_seq_lens_q": queries, "max_length_q": length}
     bounds |= {"cu_seq_lens_k": keys.cu_seqlens, "max_length_k": keys.longest}
     flat = (x[None].transpose(1, 2) for x in (q, k, v))
     out = kernel(module, *flat, None, dropout=dropout, scaling=scaling, **kwargs, **bounds)[0]

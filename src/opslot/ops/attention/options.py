@@ -75,8 +75,8 @@ def option_value(module: Any, name: str) -> Any:
     _, attributes = attention_options(module) or ("", {})
     if name not in attributes:
         return None
-    missing = getattr(module.config, attributes[name], None)
-    return getattr(module, attributes[name], missing)
+    # Configs whose layers differ raise for what differs, which their modules have.
+    return getattr(module if hasattr(module, attributes[name]) else module.config, attributes[name], None)
 
 
 def head_widths(module: Any, config: Any) -> tuple[int, int]:
