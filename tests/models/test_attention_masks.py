@@ -37,6 +37,8 @@ KINDS = {
     "gemma2": SLIDING | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
     "gemma3_text": SLIDING | {"query_pre_attn_scalar": 8},
     "mimo_v2_flash": SLIDING | EXPERTS | {"v_head_dim": 4, "n_routed_experts": 4},
+    # Its modules do not pass their window to attention.
+    "phimoe": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": EXPERTS
     | {"n_routed_experts": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
     | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
@@ -311,7 +313,7 @@ def test_loss_of_the_first_token_after_padding_on_the_left(kernel, name):
 
 @pytest.mark.parametrize(
     ("name", "kernel"),
-    [("mistral", "triton"), ("gpt_oss", "triton"), ("llama4_text", "triton"), ("llama4_text", "sdpa")],
+    [(name, "triton") for name in ("mistral", "gpt_oss", "phimoe", "llama4_text")] + [("llama4_text", "sdpa")],
 )
 def test_compiled_model_with_padding_is_one_graph(name, kernel):
     """Rows with padding on the left, on the right and on both sides, of padding alone, and without any."""

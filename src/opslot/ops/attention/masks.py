@@ -76,15 +76,16 @@ def local_mask_function(mask_function: Any, **given: Any) -> Layout | None:
 
 
 def _compiled(given: Mapping[str, Any]) -> Layout | None:
-    """The layout of a mask with chunks, or with windows to both sides, in a compiled model, where Dynamo can't read
-    closures."""
+    """The layout of a mask with chunks or windows in a compiled model, where Dynamo can't read closures."""
     size = given.get("local_size")
     if size is None:
         return None
-    if "allow_is_bidirectional_skip" in given and not given.get("use_vmap"):
-        # Of `create_bidirectional_sliding_window_mask` without a further function.
-        return Layout(causal=False, window=size + 1)
-    return Layout(chunk=size) if size == getattr(given.get("config"), "attention_chunk_size", None) else None
+    if not _is_bidirectional(given) and size == getattr(given.get("config"), "attention_chunk_size", None):
+        return Layout(chunk=size)
+    if given.get("use_vmap"):
+        # A further function may widen the window; modules have that of Gemma 3's.
+        return None
+    return Layout(False, window=size + 1) if _is_bidirectional(given) else Layout(True, window=size)
 
 
 def _has_more_parts(mask_function: Any, given: Mapping[str, Any]) -> bool:
@@ -189,11 +190,15 @@ def mask_function(
     def in_compiled_model(given: dict[str, Any], read: bool) -> Any:
         """The mask in a compiled model, in which padding is `read` or not."""
         layout = _compiled(given)
+        has_causal_window = layout is not None and layout.window is not None and layout.causal
         if any_mask:
-            return own(**given) if layout is None or given["attention_mask"] is not None else layout
-        has_window = layout is not None and layout.window is not None
-        if _has_more_parts(given["mask_function"], given) or (has_window and given["q_length"] != given["kv_length"]):
+            is_layout = layout is not None and given["attention_mask"] is None and not has_causal_window
+            return layout if is_layout else own(**given)
+        if _has_more_parts(given["mask_function"], given):
             return own_or_dense(given)
+        if layout is not None and layout.window is not None and given["q_length"] != given["kv_length"]:
+            # A cache keeps the keys of a causal window alone.
+            return own(**given) if has_causal_window else own_or_dense(given)
         if given["local_size"] is None and given["mask_function"].__name__ == "and_mask":
             _assert_causal(given, name)
         if not _is_padded(given):
