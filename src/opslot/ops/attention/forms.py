@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from opslot.patchgen import PatchConfig, Slot, indexed_attention
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
+from opslot.patchgen.packed_documents import documents_reach, pass_documents_to
 from opslot.patchgen.source import find_nodes
 from opslot.slots.protocol import ATTENTION_OPTIONS, COMPUTES_ATTENTION
 
@@ -136,6 +137,7 @@ def _match(
 ) -> Match:
     """The attention of class `name`; of its text, only calls that may be cross attention change."""
     options, cross = _options(module, forward), _cross_calls(module, forward)
+    is_decoder = slot.variant == "causal" and bool(module.callers("create_causal_mask"))
     # They do not pass the boundaries of images.
     block_masks = [method for _, method in module.methods() if _NO_MASK in cu_seqlens_branches(module, method)]
 
@@ -146,6 +148,9 @@ def _match(
         patch.set_attribute(name, ATTENTION_OPTIONS, (slot.variant, options))
         for method in block_masks:
             patch.replace(method, _NO_MASK, _IMAGE_BOUNDARIES)
+        if is_decoder and module.keywords(forward) is not None and documents_reach(module, name):
+            # Compiled code cannot read documents from the mask.
+            pass_documents_to(module, patch, name)
         if cross is None:
             return
         condition, calls = cross
