@@ -45,7 +45,7 @@ test-all: $(VENV)/ready-dev
 
 # Checks tiny models of every supported architecture (minutes), and writes what docs/architectures.md shows.
 test-architectures: $(VENV)/ready-dev
-	$(BIN)/python benchmarks/check_architectures.py
+	TRITON_INTERPRET=1 $(BIN)/python benchmarks/check_architectures.py
 	$(BIN)/python benchmarks/generate_docs.py
 
 # The same for older releases of Transformers, without writing anything, also for model types with images, video or audio;
@@ -63,7 +63,7 @@ test-releases: $(VENV)/ready-dev
 	for release in $(RELEASES); do \
 		folder=$(VENV)/transformers-$$release; \
 		[ -d $$folder ] || $(BIN)/python -m pip install --quiet --target $$folder transformers==$$release || exit 1; \
-		PYTHONPATH=$$folder $(BIN)/python benchmarks/check_architectures.py --print-only || exit 1; \
+		PYTHONPATH=$$folder TRITON_INTERPRET=1 $(BIN)/python benchmarks/check_architectures.py --print-only || exit 1; \
 		PYTHONPATH=$$folder $(BIN)/python benchmarks/check_media.py --print-only || exit 1; \
 		PYTHONPATH=$$folder $(PYTEST) tests/models/test_omni.py || exit 1; \
 	done

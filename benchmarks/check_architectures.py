@@ -1,10 +1,11 @@
 """Run `opslot.verify.check_architecture` on the supported architectures, and write the outcome that docs/ shows.
 
-    python benchmarks/check_architectures.py [--print-only] [ARCH ...]
+    python benchmarks/check_architectures.py [--print-only] [--checks NAMES] [ARCH ...]
     python benchmarks/check_architectures.py --device cuda --dtype bfloat16 --workers 15 [ARCH ...]
 
 Without names it checks every architecture that patchgen.lock lists for the installed Transformers (minutes); with names
-it replaces the outcome of these. `python benchmarks/generate_docs.py` then writes the table. On another device or in
+it replaces the outcome of these, and with --checks that of these checks. With TRITON_INTERPRET=1 the check "compiled"
+takes the kernels that a GPU has. `python benchmarks/generate_docs.py` then writes the table. On another device or in
 another dtype the checks are "auto" and "packed", and their outcome is a file of its own.
 """
 
@@ -96,6 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", metavar="ARCH")
     parser.add_argument("--print-only", action="store_true", help="leave the outcome as it is")
+    parser.add_argument("--checks", help="only these (separated by commas), on a CPU")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--workers", type=int, default=1, help="processes, on another device or in another dtype")
@@ -113,23 +115,25 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    data = json.loads(OUTCOMES.read_text()) if names and OUTCOMES.exists() else {"architectures": {}}
+    checks = args.checks.split(",") if args.checks else None
+    data = json.loads(OUTCOMES.read_text()) if (names or checks) and OUTCOMES.exists() else {"architectures": {}}
     failed = 0
     with Processes(2) as processes:
         for arch in names or locked_architectures():
-            found = check_architecture(language_model(arch), processes=processes)
+            found = check_architecture(language_model(arch), checks=checks, processes=processes)
             whole = with_images(arch)
-            visual = found if whole is None else check_architecture(whole, processes=processes)
+            visual = found if whole is None else check_architecture(whole, checks=checks, processes=processes)
+            earlier = data["architectures"].get(arch, {}) if checks else {}
             data["architectures"][arch] = {
                 "model_type": found.arch,
                 "error": found.error,
                 "skipped": sorted({skip.op for skip in discover(arch).skips}),
-                "checks": checks_of(found),
+                "checks": earlier.get("checks", {}) | checks_of(found),
                 "samples": list(visual.samples),
                 "missing": dict(visual.missing),
             }
             if visual is not found:
-                data["architectures"][arch]["with_images"] = checks_of(visual)
+                data["architectures"][arch]["with_images"] = earlier.get("with_images", {}) | checks_of(visual)
             for outcome in dict.fromkeys([found.arch, visual.arch]):
                 check = found if outcome == found.arch else visual
                 shown = " ".join(f"{o.name}={o.result}" for o in check.outcomes)

@@ -108,11 +108,9 @@ _MODEL_LABELS = {
     "glm_4.5_air_width": "GLM-4.5-Air width",
     "glm_4.5_air_width_2": "GLM-4.5-Air width, another run",
     "qwen3.5_9b_width": "Qwen3.5-9B width",
-    "qwen3.5_9b_width_fp8": "Qwen3.5-9B width, another run",
-    "qwen3.5_9b_width_2": "Qwen3.5-9B width, a third run",
     "qwen3.5_35b_a3b_width": "Qwen3.5-35B-A3B width, 4 layers",
-    "qwen3.5_35b_a3b_width_2": "Qwen3.5-35B-A3B width, 4 layers, another run",
     "qwen3_vl_8b_width": "Qwen3-VL-8B width",
+    "qwen3_vl_8b_width_2": "Qwen3-VL-8B width, another run",
     "qwen3_vl_30b_a3b_width": "Qwen3-VL-30B-A3B width",
     "qwen3.5_9b_vision_width": "Qwen3.5-9B width with images",
     "qwen2.5_omni_7b_width": "Qwen2.5-Omni-7B width with images and audio",
@@ -126,6 +124,7 @@ _README_STEPS = (
     "qwen3_30b_a3b_width",
     "gpt_oss_20b_width",
     "glm_4.5_air_width",
+    "qwen3.5_9b_width",
     "gemma3_12b_width",
     "qwen2.5_vl_7b_width",
     "qwen3_vl_8b_width",
@@ -182,7 +181,7 @@ _PARTS = {
     "experts": ("moe_experts",),
     "loss": ("cross_entropy_loss",),
 }
-_CHECKED = {"packing": "packed", "sp": "sp", "ep": "ep"}
+_CHECKED = {"packing": "packed", "compile": "compiled", "sp": "sp", "ep": "ep"}
 _Cell = tuple[str, float | None]
 
 

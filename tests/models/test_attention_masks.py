@@ -311,6 +311,7 @@ def test_loss_of_the_first_token_after_padding_on_the_left(kernel, name):
         torch.testing.assert_close(found[part], wanted[part], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("gpt_oss-*", "phimoe-*", "llama4_text-*")
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [(name, "triton") for name in ("mistral", "gpt_oss", "phimoe", "llama4_text")] + [("llama4_text", "sdpa")],
@@ -475,6 +476,7 @@ def masks_seen(flash_like, monkeypatch):
     return flash_like
 
 
+@pytest.mark.quick("flash_like-*", "auto-")
 @pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("kernel", ["flash_like", "auto"])
 def test_images_whose_tokens_see_each_other(kernel, compiles, masks_seen):

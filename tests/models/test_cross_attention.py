@@ -316,6 +316,7 @@ def losses_and_gradients(model, batch):
     return {name.removeprefix("_orig_mod."): x for name, x in found.items() if name != "logits"}
 
 
+@pytest.mark.quick("Bert*", "Bart*-6", "T5Gemma*")
 @pytest.mark.parametrize(
     ("name", "targets"),
     [

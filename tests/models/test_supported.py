@@ -83,7 +83,10 @@ TRANSFORMERS_RAISES = (
     "Transformers raises AttributeError: 'MoeCausalLMOutputWithPast' object has no attribute 'image_outputs'"
 )
 # By check and architecture.
+BY_DOCUMENT = "packed documents: it runs a module once for each packed document"
 UNSUPPORTED = {
+    ("compiled", "deepseek_v4"): BY_DOCUMENT,
+    ("compiled", "qwen4_exp"): BY_DOCUMENT,
     ("packed", "mllama"): INSIDE_ITS_ENCODER,
     ("sp", "mllama"): f"sequences of MllamaForConditionalGeneration cannot be sharded (sp=2): {INSIDE_ITS_ENCODER}",
     ("sp", "phi4_multimodal"): "sequences of Phi4MultimodalForCausalLM cannot be sharded (sp=2): it places features "

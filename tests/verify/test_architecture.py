@@ -14,6 +14,7 @@ from transformers import AutoConfig, Qwen3Config
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
 from opslot.cli import main
+from opslot.ops.attention import masks
 from opslot.verify import CHECKS, architecture, check_architecture, config_checks, media
 from opslot.verify.bisect import bisect
 from opslot.verify.isolated import Processes
@@ -42,6 +43,30 @@ def test_supported_architecture_passes(arch):
     assert str(found).startswith(f"{arch}: passed\n")
     assert found["eager"].detail == "loss and gradients equal Transformers' bit for bit"
     assert [outcome.name for outcome in found.outcomes] == list(ONE_PROCESS)
+
+
+# Decoder layers of Nemotron do not pass their keyword arguments to attention.
+@pytest.mark.quick("nemotron")
+@pytest.mark.parametrize("arch", ["qwen3", "nemotron"])
+def test_compiled_model_equals_uncompiled(arch):
+    outcome = check_architecture(arch, checks=["compiled"])["compiled"]
+    assert outcome.detail == "one graph; equals the model uncompiled, with padding and packed documents"
+
+
+def test_compiled_model_without_the_window_of_its_mask_fails(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(masks, "_compiled", lambda given: None)
+    config = tiny_config("phimoe")
+    config.sliding_window = 5
+    found = check_architecture(config, checks=["compiled"])
+    assert re.search(r"compiled: padding: .+ differs by", found.problems[0])
+
+
+def test_compiled_kernels_that_break_the_graph_on_a_cpu_are_named(monkeypatch):
+    monkeypatch.setattr(config_checks, "_BY_DOCUMENT", ())
+    outcome = check_architecture("qwen3_next", checks=["compiled"])["compiled"]
+    assert outcome.result == "unsupported"
+    assert outcome.detail == "packed documents: torch_chunked reads the lengths of packed documents"
 
 
 def test_config_of_an_encoder_logs_no_warning_of_other_models():
@@ -225,7 +250,7 @@ def test_json_has_every_check(capsys):
         "eager": "passed",
         "packed": "passed",
     }
-    assert CHECKS == ("eager", "auto", "packed", "frozen", "fsdp", "sp", "ep", "checkpoint")
+    assert CHECKS == ("eager", "auto", "packed", "compiled", "frozen", "fsdp", "sp", "ep", "checkpoint")
 
 
 def test_worst_difference_reports_nan():
@@ -405,6 +430,7 @@ def test_every_modality_is_checked(arch, samples):
     assert {outcome.result for outcome in found.outcomes} == {"passed"}
 
 
+@pytest.mark.quick("minicpmv4_6-*", "deepseek_vl_hybrid-*", "musicflamingo-*", "kosmos-2-*")
 @pytest.mark.parametrize(
     ("arch", "samples"),
     [

@@ -5,6 +5,8 @@ In float32, with samples of text and, where the model takes them, of images, vid
 - auto: with the kernels asked for, loss and all gradients are compared with an fp64 reference (`bisect`), and a failure
   names the slot and the layer; with `auto`, kernels that it selects at larger sizes only run too;
 - packed: documents packed into one sample give the loss and gradients of the documents alone;
+- compiled: the model under torch.compile(fullgraph=True) gives the loss and gradients that it has uncompiled, with
+  packed documents and with padding of text; where Triton's kernels can run, those that take lengths run;
 - frozen: with each part of the model frozen in turn, its parameters get no gradient, and the others that of
   Transformers;
 - fsdp, sp, ep: two processes (gloo) give the loss and gradients of one;

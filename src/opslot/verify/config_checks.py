@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 
 from opslot._base.errors import OpslotError
 from opslot.checkpoint import save_weights
@@ -23,6 +24,7 @@ from opslot.models._registry import declared_sub_model
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind
 from opslot.slots.protocol import is_own_attention, keeps_sequences
 from opslot.verify.bisect import PLAIN, Float64Mode, Selections, bisect, double, in_fp64, loss_and_gradients
+from opslot.verify.compiled import compiled_differs, padded_batch, reason_of
 from opslot.verify.isolated import Processes
 from opslot.verify.media import MediaSamples, packed_samples, parallel_samples
 from opslot.verify.parity import EAGER_FACTOR
@@ -43,10 +45,12 @@ from opslot.verify.two_processes import SIZES, two_process_step
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-CHECKS = ("eager", "auto", "packed", "frozen", *SIZES, "checkpoint")
+CHECKS = ("eager", "auto", "packed", "compiled", "frozen", *SIZES, "checkpoint")
 # Those on another device than the CPU, or in another dtype than float32.
 ANYWHERE = ("auto", "packed")
 _GPU_LENGTH, _GPU_NOISE = 150, 0.03
+# The ops that compute each document alone.
+_BY_DOCUMENT = ("attention", "causal_conv1d", "chunk_gated_delta_rule", "mamba_chunk_scan")
 
 Ops = OpsImplementationConfig | dict[str, Any] | str
 
@@ -225,6 +229,47 @@ class ConfigChecks:
             runs = [[self._on_device(batch, torch.float32) for batch in batches] for batches in (packed, alone)]
             return worst_difference(*(train_step(in_float32, batches) for batches in runs))
         return further
+
+    def _compiled(self) -> tuple[str, str]:
+        original, batches = random_model(self.config).eval(), {"padding": padded_batch(self.ids)}
+        # Some models take no text without images.
+        _of_transformers(train_step, original, [batches["padding"]])
+        if self.media is None and not keeps_sequences(decoder_of(original) or original):
+            batches["packed documents"] = packed_batches(self.ids)[0][0]
+        ops, unsupported = self._ops_to_compile(), ""
+        for name, batch in batches.items():
+            try:
+                worst = self._compiled_differs(ops, batch)
+            except Unsupported as error:
+                reason = reason_of(error, original, batch)
+                if not reason:
+                    return "failed", f"{name}: {error}"
+                unsupported, worst = f"{name}: {reason}", ""
+            if worst:
+                return "failed", f"{name}: {worst}"
+        if unsupported:
+            return "unsupported", unsupported
+        return "passed", f"one graph; equals the model uncompiled, with {' and '.join(batches)}"
+
+    def _ops_to_compile(self) -> Ops:
+        """Those that are checked; instead of `auto` on a CPU, the kernels that a GPU has where documents matter."""
+        if self.ops != "auto":
+            return self.ops
+        named = {}
+        for row in apply(random_model(self.config), self.ops):
+            names = {spec.name: spec for spec in KERNEL_REGISTRY.specs(row.op, row.variant)}
+            if row.op in _BY_DOCUMENT and "triton" in names and names["triton"].unsupported_here() is None:
+                named[KERNEL_REGISTRY.op(row.op).field_of(row.variant)] = "triton"
+        return named
+
+    def _compiled_differs(self, ops: Ops, batch: dict[str, Any]) -> str:
+        try:
+            return compiled_differs(self._model(ops), batch)
+        except OpslotError:
+            # Unlike `auto`, a named kernel does not fall back.
+            if ops is self.ops:
+                raise
+            return compiled_differs(self._model(), batch)
 
     def _frozen(self) -> tuple[str, str]:
         model, original = self._model(), random_model(self.config).eval()
