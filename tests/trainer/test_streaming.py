@@ -165,11 +165,17 @@ def test_workers_end_with_the_run(settings, tmp_path, monkeypatch):
 
 
 class KillWorker(Callback):
-    """Kills a process of the dataloader after the first step."""
+    """Kills a process of the dataloader after the first step, and stops the others if they are to wait forever."""
+
+    def __init__(self, stops_others=False):
+        self.stops_others = stops_others
 
     def on_step_end(self, trainer, record):
         if record.step == 1:
-            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+            killed, *others = multiprocessing.active_children()
+            for worker in others if self.stops_others else ():
+                os.kill(worker.pid, signal.SIGSTOP)
+            os.kill(killed.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -184,3 +190,18 @@ def test_killed_worker_raises_and_the_others_end(settings, tmp_path, packing):
         trainer.train()
     assert caught.value.__traceback__ is not None
     assert multiprocessing.active_children() == []
+
+
+def test_workers_that_wait_forever_are_killed(settings, tmp_path, monkeypatch):
+    """As for a lock of a killed worker; a worker ignores SIGTERM."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    settings["data"]["num_workers"] = 2
+    settings["train"]["max_steps"] = 1000
+    trainer = trainer_of(settings, tmp_path)
+    trainer.callbacks.append(KillWorker(stops_others=True))
+    with pytest.raises(DataError, match=r"a process of the dataloader exited"):
+        trainer.train()
+    left = multiprocessing.active_children()
+    for worker in left:
+        worker.kill()
+    assert left == []

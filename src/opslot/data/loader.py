@@ -128,6 +128,10 @@ class _Loader:
             if self.num_workers:
                 # The traceback of an error holds a reference to `batches`, and workers ignore the SIGTERM of an exit.
                 batches._shutdown_workers()
+                for worker in batches._workers:
+                    # It waits for a lock of a worker that was killed.
+                    worker.kill()
+                    worker.join()
 
 
 @dataclass(eq=False, repr=False)
