@@ -339,6 +339,18 @@ def test_compiled_encoders_and_cross_attention_with_padding_are_one_graph(name, 
     assert not worst_difference(found, losses_and_gradients(original, batch))
 
 
+@torch.no_grad()
+def test_compiled_heads_of_the_first_position_take_padding_on_the_right_of_windows():
+    pytest.importorskip("triton")
+    model, batch = compiled_batch("ModernBertForSequenceClassification")
+    opslot.apply(model, {"attn_implementation": "triton"})
+    compiled = torch.compile(model, backend="eager")
+    right = {name: x[[1, 4]] for name, x in batch.items()}
+    torch.testing.assert_close(compiled(**right).logits, model(**right).logits)
+    with pytest.raises(RuntimeError, match="pad rows on the right"):
+        compiled(**batch)
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(

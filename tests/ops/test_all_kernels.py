@@ -223,7 +223,7 @@ class _CallsOps(TorchDispatchMode):
 
 
 def torch_specs():
-    """Kernels of torch functions; inside of Triton kernels there is no autograd."""
+    """Kernels made of torch functions, which need their own backward: autograd records nothing inside an op."""
     specs = () if DEVICE == "cuda" else usable_specs()
     return [pytest.param(spec, id="-".join(spec.key)) for spec in specs if not spec.interpretable]
 

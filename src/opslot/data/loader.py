@@ -129,7 +129,7 @@ class _Loader:
                 # The traceback of an error holds a reference to `batches`, and workers ignore the SIGTERM of an exit.
                 batches._shutdown_workers()
                 for worker in batches._workers:
-                    # It waits for a lock of a worker that was killed.
+                    # One that is still alive waits for a lock of a worker that was killed.
                     worker.kill()
                     worker.join()
 

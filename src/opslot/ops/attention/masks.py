@@ -174,9 +174,8 @@ def mask_function(
 
     def reads_padding(given: dict[str, Any], compiling: bool) -> bool:
         """Whether queries that are padding attend to the keys that are not."""
-        always = at_padding != FIRST_PADDING or (compiling and (any_mask or takes_keys_alone(given)))
-        if given["attention_mask"] is None or always:
-            return given["attention_mask"] is not None and at_padding is not None
+        if at_padding != FIRST_PADDING or (compiling and (any_mask or takes_keys_alone(given))):
+            return at_padding is not None
         tokens_first = given["attention_mask"][:, 0].all()
         if compiling:
             torch._assert_async(tokens_first, f"attn_implementation={name!r}: {_LEFT_PADDED}")
@@ -242,10 +241,10 @@ def mask_function(
         later_keys = isinstance(q_offset, Tensor) or (is_causal and q_offset + q_length < kv_offset + kv_length)
         if later_keys and (is_causal or compiling):
             return own_or_dense({**given, "allow_is_causal_skip": False})
-        read = reads_padding(given, compiling)
+        read = attention_mask is not None and reads_padding(given, compiling)
         if compiling:
             return in_compiled_model(given, read) if not read or takes_keys_alone(given) else own_or_dense(given)
-        if read and _needs_padding(pattern, attention_mask):
+        if attention_mask is not None and read and _needs_padding(pattern, attention_mask):
             return own_or_dense(given)
         if pattern is None:
             return own_or_dense({**given, "mask_function": by_index(mask_function)})
@@ -275,7 +274,7 @@ def mask_function(
     return mask
 
 
-def _needs_padding(pattern: MaskPattern | None, attention_mask: Any) -> bool:
+def _needs_padding(pattern: MaskPattern | None, attention_mask: Tensor) -> bool:
     """Whether no `Layout` lets queries that are padding attend to the keys that are not."""
     return pattern not in (None, BIDIRECTIONAL) and not bool(attention_mask.all())
 
