@@ -6,7 +6,7 @@
 Without names it checks every architecture that patchgen.lock lists for the installed Transformers (minutes); with names
 it replaces the outcome of these, and with --checks that of these checks. With TRITON_INTERPRET=1 the check "compiled"
 takes the kernels that a GPU has. `python benchmarks/generate_docs.py` then writes the table. On another device or in
-another dtype the checks are "auto" and "packed", and their outcome is a file of its own.
+another dtype the checks are "auto", "packed" and "compiled", and their outcome is a file of its own.
 """
 
 from __future__ import annotations

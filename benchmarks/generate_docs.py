@@ -30,6 +30,7 @@ from opslot.bench.result import OpRow, Result, Run, StepRow, by_comparison, read
 from opslot.bench.table import curve_text, significant
 from opslot.patchgen.lock import Lock
 from opslot.slots import KERNEL_REGISTRY
+from opslot.verify.config_checks import ANYWHERE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -488,11 +489,13 @@ def _elsewhere() -> str:
     }
     absent = sorted(known - found["architectures"].keys())
     passed = sum(all(result in ("passed", "unsupported") for result, _ in one["checks"].values()) for one in types)
-    unpacked = sum(one["checks"].get("packed", [""])[0] == "unsupported" for one in types)
+    checks = [check for check in ANYWHERE if any(check in one["checks"] for one in types)]
+    counts = {check: sum(one["checks"].get(check, [""])[0] == "unsupported" for one in types) for check in checks}
+    unsupported = " and ".join(f"`{check}` is unsupported in {count}" for check, count in counts.items() if count)
     return (
         f"On an {found['device']} in {found['dtype']}, with the kernels that `auto` selects there, {passed} of "
-        f"{len(types) + len(absent)} model types pass the checks `auto` and `packed` (packing is unsupported in "
-        f"{unpacked}; transformers {found['transformers']}, torch {found['torch'].partition('+')[0]})."
+        f"{len(types) + len(absent)} model types pass the checks {', '.join(f'`{check}`' for check in checks)} "
+        f"({unsupported}; transformers {found['transformers']}, torch {found['torch'].partition('+')[0]})."
         + (f" Not run there: {', '.join(f'`{name}`' for name in absent)}." if absent else "")
     )
 

@@ -98,7 +98,7 @@ def test_auto_runs_the_fused_loss_of_larger_vocabularies(monkeypatch):
 def test_supported_architecture_passes_in_bfloat16(arch):
     found = check_architecture(arch, dtype="bfloat16")
     assert found.ok, str(found)
-    assert [outcome.name for outcome in found.outcomes] == ["auto", "packed"]
+    assert [outcome.name for outcome in found.outcomes] == ["auto", "packed", "compiled"]
 
 
 @pytest.mark.gpu
@@ -109,6 +109,16 @@ def test_supported_architecture_passes_in_bfloat16(arch):
 def test_supported_architecture_passes_on_a_gpu(arch):
     found = check_architecture(arch, device="cuda", dtype="bfloat16")
     assert found.ok, str(found)
+
+
+def test_compiled_model_that_differs_in_bfloat16_is_named(monkeypatch):
+    def ignores_padding(model, batch):
+        return train_step(model, [{**batch, "attention_mask": None}])
+
+    monkeypatch.setattr(config_checks, "compiled_step", ignores_padding)
+    found = check_architecture("llama", checks=["compiled"], dtype="bfloat16")["compiled"]
+    assert found.result == "failed"
+    assert re.match(r"padding: error of the (loss|gradients) .*, that of the model uncompiled", found.detail)
 
 
 def test_packing_in_bfloat16_that_differs_is_named(monkeypatch):
@@ -124,7 +134,7 @@ def test_packing_in_bfloat16_that_differs_is_named(monkeypatch):
     assert re.match(r"error of the (loss|gradients) .*, that of Transformers' code", found.detail)
 
 
-def test_packed_sparse_attention_is_compared_in_float32_where_16_bits_differ(monkeypatch):
+def test_sparse_attention_is_compared_in_float32_where_16_bits_differ(monkeypatch):
     dtypes = []
 
     def differs(found, *_):
@@ -132,15 +142,15 @@ def test_packed_sparse_attention_is_compared_in_float32_where_16_bits_differ(mon
         return "differs"
 
     monkeypatch.setattr(config_checks, "_further", differs)
-    found = check_architecture("deepseek_v32", dtype="bfloat16", checks=("packed",))
+    found = check_architecture("deepseek_v32", dtype="bfloat16", checks=("packed", "compiled"))
     assert found.ok, str(found)
-    # One row, and a batch of rows.
-    assert [torch.bfloat16 in kinds for kinds in dtypes] == [True, True]
+    # One row, and a batch of rows; then compiled, with padding and with packed documents.
+    assert [torch.bfloat16 in kinds for kinds in dtypes] == [True] * 4
 
 
 def test_checks_for_float32_on_a_cpu_raise_elsewhere():
     with pytest.raises(
-        ConfigError, match=r"(?s)check 'eager' is for float32 on the CPU.*bfloat16 on cpu.*auto or pack"
+        ConfigError, match=r"(?s)check 'eager' is for float32 on the CPU.*bfloat16 on cpu.*auto, packed, comp"
     ):
         check_architecture("llama", checks=["eager"], dtype="bfloat16")
     with pytest.raises(ConfigError, match="dtype 'int8' is not a floating dtype"):

@@ -274,8 +274,8 @@ def _add_discover(add: _Add) -> None:
         metavar="NAMES",
         help="only these checks (separated by commas): eager, auto, packed, compiled, frozen, fsdp, sp, ep, checkpoint",
     )
-    discover.add_argument("--device", help="check auto and packed there, e.g. on cuda; default cpu")
-    discover.add_argument("--dtype", help="check auto and packed in it, e.g. in bfloat16; default float32")
+    discover.add_argument("--device", help="check auto, packed and compiled there, e.g. on cuda; default cpu")
+    discover.add_argument("--dtype", help="check auto, packed and compiled in it, e.g. in bfloat16; default float32")
     discover.add_argument(
         "--fingerprints",
         action="store_true",

@@ -14,8 +14,9 @@ In float32, with samples of text and, where the model takes them, of images, vid
 
 packed, fsdp, sp and ep leave out a load-balancing loss and a z-loss, which are not sums over documents or ranks.
 
-On a GPU and in 16 bits auto and packed, with the kernels of that GPU and sizes that they take. In 16 bits, gradients
-of packed documents may be twice as far from those in float32 as Transformers' own are.
+On a GPU and in 16 bits auto, packed and compiled, with the kernels of that GPU and sizes that they take. In 16 bits,
+gradients of packed documents may be twice as far from those in float32 as Transformers' own are, and those of a
+compiled model twice as far as the uncompiled one's.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def check_architecture(
         arch_or_config: a model_type or a folder under `transformers/models`, for which a tiny config is made; or a
             config, which is used as it is.
         ops: the kernels to check, as `opslot.apply` takes them.
-        checks: those of `CHECKS` that run; default all, or on a GPU and in 16 bits "auto" and "packed".
+        checks: those of `CHECKS` that run; default all, or on a GPU and in 16 bits "auto", "packed" and
+            "compiled".
         processes: two worker processes, to use them for several architectures; None starts them where a check needs
             them.
         device: where the model runs.
@@ -178,7 +180,7 @@ def _selected_checks(checks: Sequence[str] | None, device: torch.device, dtype: 
         raise ConfigError(
             f"the check {other[0]!r} is for float32 on the CPU",
             found=f"{dtype_name(dtype)} on {device}",
-            hint=f"use {' or '.join(ANYWHERE)} there",
+            hint=f"use {', '.join(ANYWHERE)} there",
         )
     return allowed if checks is None else checks
 

@@ -24,7 +24,7 @@ from opslot.models._registry import declared_sub_model
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind
 from opslot.slots.protocol import is_own_attention, keeps_sequences
 from opslot.verify.bisect import PLAIN, Float64Mode, Selections, bisect, double, in_fp64, loss_and_gradients
-from opslot.verify.compiled import compiled_differs, padded_batch, reason_of
+from opslot.verify.compiled import compiled_step, padded_batch, reason_of
 from opslot.verify.isolated import Processes
 from opslot.verify.media import MediaSamples, packed_samples, parallel_samples
 from opslot.verify.parity import EAGER_FACTOR
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 CHECKS = ("eager", "auto", "packed", "compiled", "frozen", *SIZES, "checkpoint")
 # Those on another device than the CPU, or in another dtype than float32.
-ANYWHERE = ("auto", "packed")
+ANYWHERE = ("auto", "packed", "compiled")
 _GPU_LENGTH, _GPU_NOISE = 150, 0.03
 # The ops that compute each document alone.
 _BY_DOCUMENT = ("attention", "causal_conv1d", "chunk_gated_delta_rule", "mamba_chunk_scan")
@@ -253,7 +253,7 @@ class ConfigChecks:
 
     def _ops_to_compile(self) -> Ops:
         """Those that are checked; instead of `auto` on a CPU, the kernels that a GPU has where documents matter."""
-        if self.ops != "auto":
+        if self.ops != "auto" or self.device.type != "cpu":
             return self.ops
         named = {}
         for row in apply(random_model(self.config), self.ops):
@@ -264,12 +264,29 @@ class ConfigChecks:
 
     def _compiled_differs(self, ops: Ops, batch: dict[str, Any]) -> str:
         try:
-            return compiled_differs(self._model(ops), batch)
+            return self._differs_from_uncompiled(self._model(ops), batch)
         except OpslotError:
             # Unlike `auto`, a named kernel does not fall back.
             if ops is self.ops:
                 raise
-            return compiled_differs(self._model(), batch)
+            return self._differs_from_uncompiled(self._model(), batch)
+
+    def _differs_from_uncompiled(self, model: Any, given: dict[str, Any]) -> str:
+        batch = self._on_device(given)
+        wanted = train_step(model, [batch])
+        found = compiled_step(model, batch)
+        if self.dtype == torch.float32:
+            return worst_difference(found, wanted)
+        exact = self._model(PLAIN).float()
+        apply(exact, PLAIN)
+        in_float32 = self._on_device(given, torch.float32)
+        with Selections() as selections:
+            further = _further(found, wanted, train_step(exact, [in_float32]), "the model uncompiled")
+        if further and selections.made:
+            # Rounding selects other experts or keys.
+            apply(model.float(), self.ops)
+            return worst_difference(compiled_step(model, in_float32), train_step(model, [in_float32]))
+        return further
 
     def _frozen(self) -> tuple[str, str]:
         model, original = self._model(), random_model(self.config).eval()
@@ -374,18 +391,23 @@ def _joined(selected: list[Tensor], lengths: list[int]) -> tuple[list[Tensor], l
     return selected, [torch.cat(selected[layer::layers]) for layer in range(layers)]
 
 
-def _further(found: Mapping[str, Tensor], eager: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> str:
-    """How much further from `exact` the loss and all gradients together are than `EAGER_FACTOR` times those of
-    Transformers' code; "" if they are not.
+def _further(
+    found: Mapping[str, Tensor],
+    other: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    of_other: str = "Transformers' code",
+) -> str:
+    """How much further from `exact` the loss and all gradients together are than `EAGER_FACTOR` times those of another
+    run; "" if they are not.
     """
     gradients = [name for name in exact if name != "loss"]
-    eps = torch.finfo(eager[gradients[0]].dtype).eps
+    eps = torch.finfo(other[gradients[0]].dtype).eps
     for what, names in (("the loss", ["loss"]), ("the gradients", gradients)):
         size = _norm(exact[name] for name in names)
-        errors = [_norm(x[name].double() - exact[name].double() for name in names) for x in (found, eager)]
+        errors = [_norm(x[name].double() - exact[name].double() for name in names) for x in (found, other)]
         # `<=` is not true of nan.
         if not errors[0] <= EAGER_FACTOR * errors[1] + eps * size:
-            return f"error of {what} {errors[0]:.1e} of {size:.1e}, that of Transformers' code {errors[1]:.1e}"
+            return f"error of {what} {errors[0]:.1e} of {size:.1e}, that of {of_other} {errors[1]:.1e}"
     return ""
 
 
