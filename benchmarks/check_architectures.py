@@ -60,10 +60,10 @@ def lacks_package(check: ArchitectureCheck) -> bool:
     return check.error.startswith("raised ImportError")
 
 
-def check(arch: str, device: str, dtype: str) -> tuple[str, ArchitectureCheck]:
+def check(arch: str, device: str, dtype: str) -> ArchitectureCheck:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
-    return arch, check_architecture(arch, device=device, dtype=dtype)
+    return check_architecture(arch, device=device, dtype=dtype)
 
 
 def check_elsewhere(names: list[str], device: str, dtype: str, workers: int) -> tuple[int, dict[str, Any]]:
@@ -71,8 +71,14 @@ def check_elsewhere(names: list[str], device: str, dtype: str, workers: int) -> 
     whole = [name for arch in names for name in (language_model(arch), with_images(arch)) if name is not None]
     failed, outcomes = 0, {}
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(check, arch, device, dtype) for arch in dict.fromkeys(whole)]):
-            arch, found = future.result()
+        names_of = {pool.submit(check, arch, device, dtype): arch for arch in dict.fromkeys(whole)}
+        for future in as_completed(names_of):
+            arch = names_of[future]
+            try:
+                found = future.result()
+            except Exception as error:
+                # After an assertion on a device, all that uses it raises in that process.
+                found = ArchitectureCheck(arch, error=f"raised {type(error).__name__}: {error}")
             failed += not found.ok and not lacks_package(found)
             outcomes[arch] = {"error": found.error, "checks": checks_of(found), "samples": list(found.samples)}
             shown = " ".join(f"{o.name}={o.result}" for o in found.outcomes)

@@ -143,6 +143,22 @@ def test_padding_between_tokens_where_auto_selects_a_kernel_without_masks(name, 
     assert not flash_like
 
 
+def test_generation_with_a_static_cache_where_auto_selects_a_kernel_without_masks(flash_like, monkeypatch):
+    """Padding on the left sees no key in a dense mask; NaN in its states would reach the tokens in the next layer."""
+    monkeypatch.setitem(KINDS, "gemma2", KINDS["gemma2"] | {"layer_types": ["full_attention"] * 2})
+    expected = original("gemma2")
+    model = copy.deepcopy(expected)
+    spec = KERNEL_REGISTRY.get("attention", "causal", "flash_like")
+    KERNEL_REGISTRY.register(dataclasses.replace(spec, priority=99), replace=True)
+    opslot.apply(model, {"preset": "eager", "attn_implementation": "auto"})
+    left = torch.ones_like(IDS)
+    left[0, :6] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    found, wanted = (m.generate(IDS, attention_mask=left, **options).logits for m in (model, expected))
+    torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-4, atol=1e-4)
+
+
 def test_kernel_without_masks_names_the_mask_that_it_cannot_apply():
     make = masks.mask_function(masking_utils.flash_attention_mask, "flash_like")
     images = masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: (q < 4) & (k < 4))

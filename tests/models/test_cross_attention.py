@@ -18,7 +18,8 @@ from opslot.ops.attention.layout import Keys, Layout
 from opslot.ops.attention.masks import reads_layout
 from opslot.ops.attention.reference import reference
 from opslot.slots import KERNEL_REGISTRY, binding_of
-from opslot.verify.random_model import worst_difference
+from opslot.slots.protocol import reads_padding
+from opslot.verify.random_model import random_model, worst_difference
 from opslot.verify.tiny import tiny_config
 from tests.models.tiny import with_noise
 
@@ -201,6 +202,14 @@ def test_output_of_a_last_position_that_is_padding(arch):
     opslot.apply(model, {"attn_implementation": "triton"})
     for name in ("pooler_output", "last_hidden_state"):
         torch.testing.assert_close(getattr(model(**batch), name), getattr(expected, name), rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_own_heads_of_a_model_read_padding():
+    """The pooling head of Phi-4 multimodal's image encoder reads the first patch; its decoder reads no padding."""
+    model = random_model(tiny_config("phi4_multimodal"))
+    opslot.apply(model, "eager")
+    image_encoder = model.model.embed_tokens_extend.image_embed.img_processor
+    assert (reads_padding(model), reads_padding(model.model), reads_padding(image_encoder)) == (None, None, "first")
 
 
 @pytest.mark.parametrize(("arch", "kernel"), [("bert", "triton"), ("bert", "sdpa"), ("llama", "sdpa")])

@@ -192,8 +192,19 @@ def masks_of(module: Any) -> str | None:
 
 
 def reads_padding(model: Any) -> str | None:
-    """Where the modules of a model read hidden states that may be padding's: FIRST_PADDING, ALL_PADDING or None."""
-    found = {getattr(type(module), READS_PADDING, None) for module in model.modules()}
+    """Where the modules of a model read hidden states that may be padding's: FIRST_PADDING, ALL_PADDING or None.
+
+    Not those of models of another config in it, such as an image encoder, which have attention of their own.
+    """
+    found, modules = set(), [model]
+    while modules:
+        module = modules.pop()
+        found.add(getattr(type(module), READS_PADDING, None))
+        modules.extend(
+            child
+            for child in module.children()
+            if type(child.__dict__.get("config", model.config)) is type(model.config)
+        )
     return next((where for where in (ALL_PADDING, FIRST_PADDING) if where in found), None)
 
 
@@ -334,10 +345,13 @@ def why_by_document(module: Any) -> str | None:
     """Why a module runs once for each packed document; None for a module that takes all of them in one call."""
     if not getattr(type(module), BY_DOCUMENT, False):
         return None
-    alone = {id(part) for part in indexers(module)}
-    inside = (reason for part in module.modules() if id(part) not in alone and (reason := keeps_itself(part)))
+    alone = [id(part) for part in indexers(module)]
+    # A loop: torch.compile of torch 2.11 takes no generator that reads a variable of the function.
+    for part in module.modules():
+        if id(part) not in alone and (reason := keeps_itself(part)):
+            return reason
     without_kernel = attention_skip(module)
-    return next(inside, None if without_kernel is None else f"{type(module).__name__} {without_kernel}")
+    return None if without_kernel is None else f"{type(module).__name__} {without_kernel}"
 
 
 def bound_kernel(module: Any, slot: str) -> Any:

@@ -238,6 +238,15 @@ def no_view() -> Any:
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`, as an output of the forward of an autograd.Function.
+
+    With torch.compile of torch 2.11, an output that `to` returned unchanged gets no gradient, nor does one of an op in
+    place.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def in_dispatch_mode() -> bool:
     """Whether a dispatch mode, such as that of selective activation checkpointing, is active."""
     return bool(_modes())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +139,7 @@ def skipped_attention(modules: Iterable[Any]) -> str | None:
     return next((f"{name} {why}" for name, why in skips if why), None)
 
 
-def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _reject_documents(model: Any, args: Any, kwargs: dict[str, Any], by_position: bool = False) -> None:
     """Forward pre-hook of a model that keeps Transformers' attention: raise for packed documents that it would mix.
 
     FlashAttention reads their boundaries; masks of other implementations are made of positions that restart.
@@ -184,6 +183,14 @@ def _reject_documents(by_position: bool, model: Any, args: Any, kwargs: dict[str
     )
 
 
+def _reject_unseparated_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """`_reject_documents` where masks separate documents by their positions.
+
+    Not a partial of it: torch.compile of torch 2.11 guards its arguments under the index of another hook, and fails.
+    """
+    _reject_documents(model, args, kwargs, by_position=True)
+
+
 def _restart(model: Any, given: Mapping[str, Any], reason: str) -> bool:
     """Whether positions start again within a row without a mask; a compiled model asserts that they do not."""
     positions = positions_of_documents(given)
@@ -218,7 +225,8 @@ def _reject_mixed_documents(model: Any) -> Any:
     # Masks that hide later tokens are made of positions too; others are of padding alone.
     ignored = masks_ignore_positions(model) or masks_drop_positions(model)
     by_position = "bidirectional" not in variants and not keeps_itself(model) and not ignored
-    return model.register_forward_pre_hook(partial(_reject_documents, by_position), with_kwargs=True)
+    hook = _reject_unseparated_documents if by_position else _reject_documents
+    return model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class _Attached(NamedTuple):

@@ -42,7 +42,8 @@ def reference(call: AttentionCall) -> tuple[Tensor, None]:
     if attention_mask is not None and attention_mask.is_floating_point():
         scores = scores + attention_mask
     elif attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, float("-inf"))
+        # Not -inf, which gives NaN in rows that see no key, as those of padding on the left.
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     dtype = torch.promote_types(scores.dtype, torch.float32)
     sinks = kwargs.get("s_aux")
     if sinks is not None:

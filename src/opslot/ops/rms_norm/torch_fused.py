@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import in_one_dtype, reject, upcast, without_autocast
-from opslot.ops._common.custom_op import once_differentiable
+from opslot.ops._common.custom_op import in_dtype, once_differentiable
 
 _LABEL = "rms_norm_implementation='torch_fused'"
 
@@ -37,10 +37,12 @@ class _RMSNorm(torch.autograd.Function):
         normalized = _multiply(x, rstd, out=squares)
         if cast_after_weight:
             scale = 1.0 + upcast(weight) if weight_offset else weight
-            return normalized.mul_(scale).to(hidden_states.dtype)
+            return in_dtype(_multiply(normalized, scale, out=normalized), hidden_states.dtype)
         normalized = normalized.to(hidden_states.dtype)
         out_dtype = torch.promote_types(normalized.dtype, weight.dtype)
-        return normalized.mul_(weight) if out_dtype == normalized.dtype else normalized * weight
+        if out_dtype != normalized.dtype:
+            return normalized * weight
+        return _multiply(normalized, weight, out=normalized)
 
     @staticmethod
     @once_differentiable

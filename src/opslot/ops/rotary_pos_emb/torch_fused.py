@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.custom_op import once_differentiable, variadic
+from opslot.ops._common.custom_op import in_dtype, once_differentiable, variadic
 
 _LABEL = "rotary_pos_emb_implementation='torch_fused'"
 
@@ -42,7 +42,7 @@ class _Rotary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.dtypes = [x.dtype for x in tensors]
         rotated = (_rotate(x, cos, sin, False) for x in tensors)
-        return tuple(out.to(x.dtype) if keep_dtype else out for x, out in zip(tensors, rotated, strict=True))
+        return tuple(in_dtype(out, x.dtype) if keep_dtype else out for x, out in zip(tensors, rotated, strict=True))
 
     @staticmethod
     @once_differentiable

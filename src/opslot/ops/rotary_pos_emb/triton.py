@@ -48,7 +48,9 @@ class _Rotary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.form, ctx.dtype = form, q.dtype
         dtype = q.dtype if keep_dtype or q.dtype == cos.dtype else torch.promote_types(q.dtype, cos.dtype)
-        return _rotary(q, k, cos, sin, dtype, *form, False)
+        q_out, k_out = _rotary(q, k, cos, sin, dtype, *form, False)
+        # In compiled code the op returns an empty tensor, which torch 2.11 would take for the first output.
+        return q_out, None if k is None else k_out
 
     @staticmethod
     @once_differentiable
