@@ -49,10 +49,10 @@ test-architectures: $(VENV)/ready-dev
 	$(BIN)/python benchmarks/generate_docs.py
 
 # The same for older releases of Transformers, without writing anything, also for model types with images, video or audio;
-# kernels with the Triton of torch 2.11, and the tests with a newer torch.
+# kernels with the Triton of torch 2.11, and the tests with the oldest torch and a newer one.
 RELEASES ?= 5.9.0 5.17.0 5.23.0
 TRITON_RELEASES ?= 3.6.0
-TORCH_RELEASES ?= 2.15.0
+TORCH_RELEASES ?= 2.11.0 2.15.0
 
 test-releases: $(VENV)/ready-dev
 	for release in $(TRITON_RELEASES); do \
@@ -89,9 +89,10 @@ INSTALL = $(BIN)/python -m pip install --quiet --no-compile -c $(if $(TORCH),$(V
 NOT_COMPILED = /tests?/|/transformers/models/|/(fontTools|mypyc?|pip|pygments|setuptools|torchgen)/
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib src || true
 
+# The interpreter of Triton 3.6, which torch 2.11 installs, fails with NumPy 2.4.
 $(VENV)/torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' constraints.txt > $(VENV)/constraints.txt)
+	$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' -e 's/^numpy==.*/numpy<2.4/' constraints.txt > $(VENV)/constraints.txt)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) torch
 	touch $@

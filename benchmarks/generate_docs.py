@@ -101,6 +101,7 @@ _MODEL_LABELS = {
     "gemma3_12b_width_2": "Gemma-3-12B width, another run",
     "qwen3_30b_a3b_width": "Qwen3-30B-A3B width",
     "qwen3_30b_a3b_width_fp8": "Qwen3-30B-A3B width, another run",
+    "qwen3_30b_a3b_width_compiled": "Qwen3-30B-A3B width, a third run",
     "qwen3_30b_a3b_width_4": "Qwen3-30B-A3B width, 4 layers",
     "gpt_oss_20b_width": "gpt-oss-20b width",
     "gpt_oss_20b_width_2": "gpt-oss-20b width, another run",
@@ -112,7 +113,9 @@ _MODEL_LABELS = {
     "qwen3.5_35b_a3b_width": "Qwen3.5-35B-A3B width, 4 layers",
     "qwen3_vl_8b_width": "Qwen3-VL-8B width",
     "qwen3_vl_8b_width_2": "Qwen3-VL-8B width, another run",
+    "qwen3_vl_8b_width_compiled": "Qwen3-VL-8B width, a third run",
     "qwen3_vl_30b_a3b_width": "Qwen3-VL-30B-A3B width",
+    "qwen3_vl_30b_a3b_width_compiled": "Qwen3-VL-30B-A3B width, another run",
     "qwen3.5_9b_vision_width": "Qwen3.5-9B width with images",
     "qwen2.5_omni_7b_width": "Qwen2.5-Omni-7B width with images and audio",
     "qwen2.5_vl_7b_width": "Qwen2.5-VL-7B width",
@@ -480,7 +483,7 @@ def architectures() -> str:
 
 
 def _elsewhere() -> str:
-    """How many model types pass with the kernels of a GPU, and which did not run there."""
+    """How many model types pass each check with the kernels of a GPU, and which did not run there."""
     found = json.loads(ON_A_GPU.read_text())
     types = found["architectures"].values()
     supported = json.loads(ARCHITECTURES.read_text())["architectures"]
@@ -488,14 +491,15 @@ def _elsewhere() -> str:
         a for a, one in supported.items() if "with_images" in one
     }
     absent = sorted(known - found["architectures"].keys())
-    passed = sum(all(result in ("passed", "unsupported") for result, _ in one["checks"].values()) for one in types)
-    checks = [check for check in ANYWHERE if any(check in one["checks"] for one in types)]
-    counts = {check: sum(one["checks"].get(check, [""])[0] == "unsupported" for one in types) for check in checks}
-    unsupported = " and ".join(f"`{check}` is unsupported in {count}" for check, count in counts.items() if count)
+    counts = []
+    for check in ANYWHERE:
+        results = [one["checks"][check][0] for one in types if check in one["checks"]]
+        unsupported = f" (unsupported in {n})" if (n := results.count("unsupported")) else ""
+        counts.append(f"`{check}` in {results.count('passed')} of {len(results)}{unsupported}")
     return (
-        f"On an {found['device']} in {found['dtype']}, with the kernels that `auto` selects there, {passed} of "
-        f"{len(types) + len(absent)} model types pass the checks {', '.join(f'`{check}`' for check in checks)} "
-        f"({unsupported}; transformers {found['transformers']}, torch {found['torch'].partition('+')[0]})."
+        f"On an {found['device']} in {found['dtype']}, with the kernels that `auto` selects there, these checks pass "
+        f"for the model types that they ran for: {', '.join(counts)} (transformers {found['transformers']}, "
+        f"torch {found['torch'].partition('+')[0]})."
         + (f" Not run there: {', '.join(f'`{name}`' for name in absent)}." if absent else "")
     )
 
