@@ -186,6 +186,20 @@ def test_triton_states_of_packed_documents(sizes):
     assert_like_fp64(given | OPTIONS | {"return_final_states": True})
 
 
+def test_triton_initial_states_may_be_overwritten_before_backward():
+    """As a cache does with those of the tokens before."""
+    given = inputs(20, dtype=torch.float32)
+    first = draw_states(1, 4, 16, 24).float().requires_grad_()
+    results = []
+    for overwrites in (False, True):
+        states = first * 1
+        out, last = load_triton(given["A"])(**given, **OPTIONS, initial_states=states, return_final_states=True)
+        if overwrites:
+            states.copy_(last)
+        results.append(torch.autograd.grad(out.square().sum(), [first, given["x"]], retain_graph=True))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_triton_gradients_from_the_final_state_alone(sizes):
     given = inputs(40, dtype=torch.float32, **sizes)

@@ -119,6 +119,9 @@ def mamba_chunk_scan(scan: Scan) -> Tensor | tuple[Tensor, Tensor]:
     if x.shape[3] > WIDEST_HEAD:
         reject(_LABEL, "x", f"its heads are {x.shape[3]} wide, the limit is {WIDEST_HEAD}", "use torch_chunked")
     scan.check(_LABEL)
+    if initial_states is not None and initial_states.requires_grad:
+        # Caches write the next states into these, before backward reads them.
+        scan = scan._replace(initial_states=initial_states.clone())
     out, final = _scan(*scan.in_one_row()[:8], cu_seqlens, softplus, *map(float, limit), want_states)
     out = out.view(x.shape)
     return (out, final) if want_states else out
