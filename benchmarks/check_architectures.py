@@ -80,7 +80,8 @@ def check_elsewhere(names: list[str], device: str, dtype: str, workers: int) -> 
                 # After an assertion on a device, all that uses it raises in that process.
                 found = ArchitectureCheck(arch, error=f"raised {type(error).__name__}: {error}")
             failed += not found.ok and not lacks_package(found)
-            outcomes[arch] = {"error": found.error, "checks": checks_of(found), "samples": list(found.samples)}
+            outcome = {"error": found.error, "checks": checks_of(found), "samples": list(found.samples)}
+            outcomes[arch] = outcome | versions()
             shown = " ".join(f"{o.name}={o.result}" for o in found.outcomes)
             print(f"{arch:20} {shown or 'not checked'} {', '.join(found.samples)}", flush=True)
             for problem in found.problems:
@@ -116,7 +117,7 @@ def main() -> int:
             data = json.loads(path.read_text()) if names and path.exists() else {"architectures": {}}
             data["architectures"] |= outcomes
             name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-            write(path, data | versions() | {"device": name, "dtype": args.dtype})
+            write(path, data | {"device": name, "dtype": args.dtype})
         return 1 if failed else 0
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

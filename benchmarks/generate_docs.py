@@ -493,13 +493,18 @@ def _elsewhere() -> str:
     absent = sorted(known - found["architectures"].keys())
     counts = []
     for check in ANYWHERE:
-        results = [one["checks"][check][0] for one in types if check in one["checks"]]
-        unsupported = f" (unsupported in {n})" if (n := results.count("unsupported")) else ""
-        counts.append(f"`{check}` in {results.count('passed')} of {len(results)}{unsupported}")
+        results = [one["checks"].get(check, ["without an outcome"])[0] for one in types]
+        others = [
+            f"{n} {other}" for other in ("failed", "unsupported", "without an outcome") if (n := results.count(other))
+        ]
+        counts.append(f"`{check}` passes for {results.count('passed')}" + (f" ({', '.join(others)})" if others else ""))
+    packages = [
+        f"{package} {' and '.join(sorted({one[package].partition('+')[0] for one in types}, key=Version))}"
+        for package in ("transformers", "torch")
+    ]
     return (
-        f"On an {found['device']} in {found['dtype']}, with the kernels that `auto` selects there, these checks pass "
-        f"for the model types that they ran for: {', '.join(counts)} (transformers {found['transformers']}, "
-        f"torch {found['torch'].partition('+')[0]})."
+        f"On an {found['device']} in {found['dtype']}, with the kernels that `auto` selects there, of {len(types)} "
+        f"model types: {', '.join(counts)}; {', '.join(packages)}."
         + (f" Not run there: {', '.join(f'`{name}`' for name in absent)}." if absent else "")
     )
 

@@ -79,7 +79,7 @@ def test_model_types_that_did_not_run_on_a_gpu_are_named(docs, tmp_path, monkeyp
     (tmp_path / "gpu.json").write_text(json.dumps(data))
     monkeypatch.setattr(docs, "ON_A_GPU", tmp_path / "gpu.json")
     text = docs._elsewhere()
-    passed, total = map(int, re.search(r"`auto` in (\d+) of (\d+)", text).groups())
+    total, passed = map(int, re.search(r"of (\d+) model types: `auto` passes for (\d+),", text).groups())
     assert passed == total == count - 1
     assert re.search(r"Not run there: .*`llama`.*\.$", text)
 

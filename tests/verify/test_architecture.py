@@ -15,6 +15,7 @@ from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
 from opslot.cli import main
 from opslot.ops.attention import masks
+from opslot.slots import binding_of
 from opslot.verify import CHECKS, architecture, check_architecture, config_checks, media
 from opslot.verify.bisect import bisect
 from opslot.verify.isolated import Processes
@@ -119,6 +120,20 @@ def test_compiled_model_that_differs_in_bfloat16_is_named(monkeypatch):
     found = check_architecture("llama", checks=["compiled"], dtype="bfloat16")["compiled"]
     assert found.result == "failed"
     assert re.match(r"padding: error of the (loss|gradients) .*, that of the model uncompiled", found.detail)
+
+
+def test_compiled_model_that_differs_in_16_bits_runs_its_own_kernels_in_float32(monkeypatch):
+    ran = []
+
+    def step(model, batch):
+        ran.append((model.dtype, {slot.resolution.chosen for slot in binding_of(model)[1].slots}))
+        return train_step(model, [batch])
+
+    monkeypatch.setattr(config_checks, "compiled_step", step)
+    monkeypatch.setattr(config_checks, "_further", lambda *_: "differs")
+    assert check_architecture("qwen3_moe", "eager", checks=["compiled"], dtype="bfloat16").ok
+    # With padding, and with packed documents.
+    assert ran == [(torch.bfloat16, {"eager"}), (torch.float32, {"eager"})] * 2
 
 
 def test_packing_in_bfloat16_that_differs_is_named(monkeypatch):

@@ -345,7 +345,7 @@ def why_by_document(module: Any) -> str | None:
     """Why a module runs once for each packed document; None for a module that takes all of them in one call."""
     if not getattr(type(module), BY_DOCUMENT, False):
         return None
-    alone = [id(part) for part in indexers(module)]
+    alone = {id(part) for part in indexers(module)}
     # A loop: torch.compile of torch 2.11 takes no generator that reads a variable of the function.
     for part in module.modules():
         if id(part) not in alone and (reason := keeps_itself(part)):

@@ -265,26 +265,31 @@ class ConfigChecks:
 
     def _compiled_differs(self, ops: Ops, batch: dict[str, Any]) -> str:
         try:
-            return self._differs_from_uncompiled(self._model(ops), batch)
+            return self._differs_from_uncompiled(ops, batch)
         except OpslotError:
             # Unlike `auto`, a named kernel does not fall back.
             if ops is self.ops:
                 raise
-            return self._differs_from_uncompiled(self._model(), batch)
+            return self._differs_from_uncompiled(self.ops, batch)
 
-    def _differs_from_uncompiled(self, model: Any, batch: dict[str, Any]) -> str:
+    def _differs_from_uncompiled(self, ops: Ops, batch: dict[str, Any]) -> str:
+        model = self._model(ops)
         part = trained_part(model)
         wanted, found = train_step(part, [batch]), compiled_step(part, batch)
         if self.dtype == torch.float32:
             return worst_difference(found, wanted)
         model.float()
+        # Named kernels need not take float32.
         apply(model, "auto")
         in_float32 = self._on_device(batch, torch.float32)
         with Selections() as selections:
             exact = train_step(part, [in_float32])
         further = _further(found, wanted, exact, "the model uncompiled")
-        # In 16 bits rounding selects other experts or keys.
-        return worst_difference(compiled_step(part, in_float32), exact) if further and selections.made else further
+        if further and selections.made:
+            # In 16 bits rounding selects other experts or keys.
+            apply(model, ops)
+            return worst_difference(compiled_step(part, in_float32), train_step(part, [in_float32]))
+        return further
 
     def _frozen(self) -> tuple[str, str]:
         model, original = self._model(), random_model(self.config).eval()

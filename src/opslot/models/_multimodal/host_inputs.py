@@ -122,7 +122,7 @@ class _HostInputs(TorchFunctionMode):
             return None
         if torch.compiler.is_compiling():
             # The whole model is one graph, which the copies are part of.
-            return _mapped(args, device, _copy_in_graph), _mapped(kwargs, device, _copy_in_graph)
+            return _mapped(args, device, Tensor.to), _mapped(kwargs, device, Tensor.to)
         self._device = device
         _copies.clear()
         # Host tensors are too small for several threads, which wait for each other while other processes use the cores.
@@ -252,10 +252,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
     elif isinstance(value, Mapping):
         yield from _tensors(list(value.values()))
-
-
-def _copy_in_graph(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=True)
 
 
 def _mapped(value: Any, device: torch.device, copy: Callable[[Tensor, torch.device], Tensor] = _to_device) -> Any:
