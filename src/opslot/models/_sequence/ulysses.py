@@ -37,6 +37,8 @@ from opslot.slots.protocol import keeps_sequences, takes_earlier_tokens
 
 # The variant of attention whose queries stay on their rank, which gathers the tokens before them.
 _COMPRESSED = "compressed"
+# The variant of a convolution with its gates, of which another slot of the module has the convolution alone.
+_GATED = "gated"
 
 
 def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool = False) -> Binding:
@@ -73,8 +75,14 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
         lambda slot: slot.resolution.op_name == "load_balancing_loss",
     )
     for op_name, wrapper in _RECURRENCES.items():
-        binding = binding.with_wrapper(wrapper, of(op_name))
+        binding = binding.with_wrapper(wrapper, functools.partial(_not_fused, of(op_name)))
+    binding = binding.with_wrapper(_LEFT_OUT, of("causal_conv1d", variant=_GATED))
     return binding.with_wrapper(_OVERLAPPED, of("rotary_pos_emb", variant="full")) if overlap else binding
+
+
+def _not_fused(is_recurrence: Callable[[SlotBinding], bool], slot: SlotBinding) -> bool:
+    """Whether a slot is of a recurrence, and not of one with its gates."""
+    return is_recurrence(slot) and slot.resolution.variant != _GATED
 
 
 def _by_heads(is_attention: Callable[[SlotBinding], bool], slot: SlotBinding) -> bool:
@@ -182,7 +190,12 @@ def _overlapped_rotary(
     return kernel if all_to_all is None else _OverlappedRotary(kernel or reference, all_to_all)
 
 
+def _without_kernel(module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> None:
+    """No kernel: the slots of what this one fuses run."""
+
+
 _OVERLAPPED = Wrapper("overlapped projections", _overlapped_rotary)
+_LEFT_OUT = Wrapper("left out on sharded sequences", _without_kernel)
 _RECURRENCES = {
     "causal_conv1d": wrapper_of("sharded sequences", ShardedConvolution),
     "chunk_gated_delta_rule": wrapper_of("Ulysses", UlyssesDeltaRule),

@@ -50,3 +50,41 @@ CASES = [
     _case("8192x8192", (1, 8192, 8192, 4), role="bench"),
     _case("16384x8192 in 16 documents", (1, 8192, 16384, 4), documents=[1024] * 16, role="bench"),
 ]
+
+
+def _gated_case(
+    name: str,
+    shape: tuple[int, int, int, int],
+    documents: list[int] | None = None,
+    role: str = "check",
+    bias: bool = False,
+    strided: bool = False,
+) -> InputCase:
+    batch, channels, length, width = shape
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        projected = randn((batch, length, (4 if strided else 3) * channels), dtype, device, generator)
+        arguments: dict[str, Any] = {
+            "projected": projected[..., : 3 * channels],
+            "weight": randn((channels, width), dtype, device, generator, 0.5),
+        }
+        if bias:
+            arguments["bias"] = randn((channels,), dtype, device, generator)
+        if documents is not None:
+            arguments["cu_seqlens"] = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
+        return arguments
+
+    return InputCase(name, make, role)
+
+
+GATED_CASES = [
+    _gated_case("two rows", (2, 64, 33, 3)),
+    _gated_case("odd channels with bias", (2, 43, 70, 3), bias=True),
+    _gated_case("seven taps, several spans, strided", (1, 64, 150, 7), strided=True),
+    _gated_case("shorter than the window", (3, 64, 2, 3)),
+    _gated_case("packed documents, one empty", (1, 43, 81, 3), documents=[5, 0, 1, 62, 13], bias=True),
+    _gated_case("packed documents in two rows", (2, 64, 20, 3), documents=[2, 18, 13, 7]),
+    _gated_case("no tokens", (1, 8, 0, 3)),
+    _gated_case("16384x2048", (2, 2048, 8192, 3), role="bench"),
+    _gated_case("16384x2048 in 16 documents", (1, 2048, 16384, 3), documents=[1024] * 16, role="bench"),
+]

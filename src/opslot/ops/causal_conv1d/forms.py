@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip, skip_callers
 from opslot.patchgen.packed_documents import add_imports, bound_arguments, documents_of, pass_documents_to, undecorated
+from opslot.patchgen.source import find_nodes
 
 OP = "causal_conv1d"
 _FUNCTION = "causal_conv1d_fn"
@@ -43,7 +45,29 @@ _FAST_RETURN = "return self.cuda_kernels_forward(hidden_states, cache_params, at
 # What follows the call in some methods. With no cache it takes all tokens, and its backward copies the gradient to a
 # tensor of zeros with adjacent tokens, which the convolution's backward has to transpose.
 _LAST_TOKENS = "$x = $x[:, :, -$n:]"
+# A short convolution between two gates, which are parts of one projection (LFM), in forwards without a cache. All
+# assignments to the name of what is convolved are known, so that nothing happens to it in between.
+_GATES = """
+$p = self.in_proj($x).transpose(-1, -2)
+$before, $after, $part = $p.chunk(3, dim=-2)
+$h = $before * $part
+"""
+_GATED_OUTPUT = """
+$y = $after * $h
+$y = $y.transpose(-1, -2).contiguous()
+$y = self.out_proj($y)
+return $y
+"""
+_CONVOLVED = (
+    r"apply_mask_to_padding_states\({0}, attention_mask\)",
+    r"\w+ \* \w+",
+    r"causal_conv1d_update\({0}, .*\)",
+    r"(?P<cache>\w+)\.update_conv_state\({0}, .*\)",
+    r"causal_conv1d_fn\({0}, .*\)",
+    r"{0}\[:, :, -seq_len:\]",
+)
 _SLOT = Slot(OP)
+_GATED = Slot(OP, "gated", "gated_causal_conv1d")
 _BOUND = f"self.{_SLOT.attribute}"
 # Functions of mamba_ssm that also convolve, called in training where that package is installed.
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined")
@@ -59,6 +83,7 @@ def find_convolutions(module: ModuleView) -> Iterator[Match | Skip | ClassFact]:
         if match := _call(module, method, calls):
             matched.add(match.symbol)
             yield match
+            yield from _gated_call(module, method, calls[0])
     for method in module.callers(f"self.{_FUNCTION}"):
         owner = method.partition(".")[0]
         if module.count(method, _OPTIONAL) == 1:
@@ -101,6 +126,33 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
         patch.depends_on(module.upstream.name, _FUNCTION)
 
     return Match(method.partition(".")[0], OP, _SLOT.variant, write)
+
+
+def _gated_call(module: ModuleView, method: str, call: ast.Call) -> Iterator[Match]:
+    """A match of the same call if the method convolves between two gates, without an activation."""
+    arguments = bound_arguments(call, _PARAMETERS, ("seq_idx",)) or {}
+    if "activation" in arguments or module.count(method, _GATES) != 1 or module.count(method, _GATED_OUTPUT) != 1:
+        return
+    name = arguments[_PARAMETERS[0]]
+    known = [re.compile(pattern.format(re.escape(name))) for pattern in _CONVOLVED]
+    values = [
+        ast.unparse(node.value)
+        for node in find_nodes(ast.Assign, module.function(method))
+        if ast.unparse(node.targets[0]) == name
+    ]
+    found = [next((match for pattern in known if (match := pattern.fullmatch(value))), None) for value in values]
+    caches = {match["cache"] for match in found if match and "cache" in match.groupdict()}
+    if None in found or len(caches) != 1:
+        return
+    kernel, documents = f"self.{_GATED.attribute}", documents_of(module, method, call)
+    inputs = ", ".join(["self.in_proj($x)", arguments["weight"], arguments.get("bias", "None"), documents])
+    without_cache = f"if {kernel} is not None and {caches.pop()} is None:"
+    template = f"{without_cache}\n    return self.out_proj({kernel}({inputs}))\n$match"
+
+    def write(patch: PatchConfig) -> None:
+        patch.replace(method, _GATES, template, slot=_GATED)
+
+    yield Match(method.partition(".")[0], OP, _GATED.variant, write)
 
 
 def _write_optional(method: str, patch: PatchConfig) -> None:

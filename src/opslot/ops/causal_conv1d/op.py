@@ -3,11 +3,14 @@
 Shapes: `hidden_states` [B, D, S], `weight` [D, W], `bias` [D]; out[t] sums weight[j] * x[t - W + 1 + j].
 `cu_seqlens` (int32 or int64, [documents + 1], over the B * S tokens, no document crosses rows) keeps the window of a
 document's first tokens within the document; Transformers' code does not support it.
+
+`gated` is the short convolution of LFM: the output [B, S, 3 * D] of one projection is a gate, another gate and the
+input; the first gate scales what is convolved, the second what comes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +19,8 @@ from torch import Tensor, nn
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.cost import elementwise_cost
 from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_document_hooks
-from opslot.ops.causal_conv1d.cases import CASES
-from opslot.slots import OpSpec, OpVariant
+from opslot.ops.causal_conv1d.cases import CASES, GATED_CASES
+from opslot.slots import Cost, OpSpec, OpVariant
 
 _ACTIVATIONS = {None: lambda x: x, "silu": nn.functional.silu, "swish": nn.functional.silu}
 
@@ -62,6 +65,15 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
 reference = kernel_of("causal_conv1d", _run)
 
 
+def gated(projected: Tensor, weight: Tensor, bias: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Convolve the product of the first and third parts of `projected` [B, S, 3 * D], then scale it by the second.
+
+    Returns [B, S, D] in the input's dtype.
+    """
+    before, after, x = projected.chunk(3, -1)
+    return after * reference((before * x).transpose(1, 2), weight, bias, None, cu_seqlens).transpose(1, 2)
+
+
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     channels, width = weight.shape
     if not x.shape[-1]:
@@ -87,6 +99,12 @@ def _known_activation(module: Any) -> str | None:
     return None if activation in _ACTIVATIONS else f"its activation is {activation!r}, not silu"
 
 
+def _gated_cost(arguments: Mapping[str, Any]) -> Cost:
+    """Forward reads three parts and writes one; backward reads these and a gradient, and writes three."""
+    projected = arguments["projected"]
+    return Cost(bytes=11 * projected.numel() // 3 * projected.element_size())
+
+
 def _attach(model: nn.Module, slot: Any, kernel: Any) -> list[Any]:
     # It imports torch._dynamo, which lists of kernels do not need.
     from opslot.ops._common.by_document import add_document_hooks
@@ -107,6 +125,15 @@ OP = OpSpec(
             ("hidden_states", "weight", "bias"),
             elementwise_cost("hidden_states"),
             _known_activation,
-        )
+        ),
+        "gated": OpVariant(
+            "gated",
+            gated,
+            GATED_CASES,
+            ("projected", "weight", "bias"),
+            _gated_cost,
+            extends="standard",
+            description="with a gate before and a gate after it, linear",
+        ),
     },
 )

@@ -280,7 +280,7 @@ def _dense(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _positions(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
+def document_positions(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     if cu_seqlens is None:
         return None
     documents = cu_seqlens.numel()
@@ -307,7 +307,7 @@ def _forward(
     plan = forward_plan(length, channels)
     _launch_forward(
         (cdiv(channels, plan.columns), cdiv(length, plan.span), batch),
-        (x, weight.contiguous(), _dense(bias), _positions(cu_seqlens, length), out),
+        (x, weight.contiguous(), _dense(bias), document_positions(cu_seqlens, length), out),
         (x.stride(0), x.stride(1)),
         (length,),
         (channels, weight.shape[1], silu, *are_given(bias, cu_seqlens), *plan.tile),
@@ -350,7 +350,7 @@ def _backward(
     partial = None if dweight is None else x.new_empty((batch * spans, 5, channels), dtype=torch.float32)
     _launch_backward(
         (cdiv(channels, plan.columns), spans, batch),
-        (dout, x, weight.contiguous(), _dense(bias), _positions(cu_seqlens, length), dx, partial),
+        (dout, x, weight.contiguous(), _dense(bias), document_positions(cu_seqlens, length), dx, partial),
         (dout.stride(0), dout.stride(1), x.stride(0), x.stride(1)),
         (length,),
         (channels, width, silu, *are_given(bias, cu_seqlens, dweight), *plan.tile),
