@@ -238,6 +238,20 @@ def test_audio_tower_and_projector_equal_torch_counter(name):
     assert opslot.count_flops(model, [], frames=[frames]).forward == counter.get_total_flops()
 
 
+def test_convolutions_in_a_module_of_an_audio_tower_are_counted():
+    """Voxtral Realtime's are in an embedder, which is read before them."""
+    config = tiny_config("voxtral_realtime")
+    with torch.device("meta"):
+        model = getattr(transformers, multimodal_class(config))._from_config(config)
+    embedder = model.model.audio_tower.embedder
+    count = opslot.count_flops(model, [], frames=[400])
+    # A row of the first one for each frame, and of the second one for every other.
+    rows = {embedder.conv1: 399.8, embedder.conv2: 199.8}
+    expected = sum(2 * rows[conv] * conv.weight.numel() for conv in rows)
+    assert count.parts["audio convolution"].forward == pytest.approx(expected, rel=1e-3)
+    assert not count.uncounted
+
+
 CONFORMERS = {"gemma4": 128, "granite_speech": 160}
 
 

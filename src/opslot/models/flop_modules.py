@@ -143,9 +143,12 @@ class ModuleReader:
         if self.audio is None:
             return paths
         before = {f"{self.audio_path}.{path}" for path in self.audio.positions}
-        # With what wraps them, such as adapters.
-        first = [path for path in paths if path in before or not before.isdisjoint(_parents(path))]
+        around = {parent for path in before for parent in _parents(path)}
         start = paths.index(self.audio_path) + 1
+        # With the modules around them and those inside, such as adapters.
+        first = [
+            path for path in paths[start:] if path in before or path in around or not before.isdisjoint(_parents(path))
+        ]
         return [*paths[:start], *first, *(path for path in paths[start:] if path not in first)]
 
     def _input_differentiable(self, path: str) -> bool:
