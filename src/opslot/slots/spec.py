@@ -298,11 +298,6 @@ class KernelSpec:
         module = self.factory if isinstance(self.factory, str) else getattr(self.factory, "__module__", "")
         return module.partition(":")[0].partition(".")[0]
 
-    @property
-    def modules(self) -> frozenset[str]:
-        """Names of the modules that it requires."""
-        return frozenset(x.module if isinstance(x, Requirement) else x for x in self.requires)
-
     def unsupported(self, request: KernelRequest) -> str | None:
         """Why this kernel cannot serve `request`, or None if it can."""
         interpreted = self.interpretable and request.device.type == "cpu" and triton_interpreted()
