@@ -102,5 +102,6 @@ def write_description(folder: Path, config: RunConfig, model: nn.Module) -> None
         older = next(file for n in numbers if not (file := path.with_name(f"config.{n}.yaml")).exists())
         path.rename(older)
     write_text(path, text)
-    write_text(folder / "kernels.txt", f"{explain(model)}\n")
-    write_json(folder / "kernels.json", explain(model).to_dict())
+    kernels = explain(model)
+    write_text(folder / "kernels.txt", f"{kernels}\n")
+    write_json(folder / "kernels.json", kernels.to_dict())
