@@ -30,15 +30,13 @@ from opslot.slots.protocol import (
 from opslot.slots.registry import KERNEL_REGISTRY, Resolution
 from opslot.slots.replaced_forwards import replaced_since_binding, watch_named_kernels
 from opslot.slots.replaced_methods import replaced_since_apply
-from opslot.slots.report import BindingReport, make_report
+from opslot.slots.report import BindingReport, Runs, make_report, rows_of
 from opslot.slots.slot import BoundKernel
 
 if TYPE_CHECKING:
     import torch
 
 logger = get_logger(__name__)
-
-Runs = dict[tuple[str, str], str | None]
 
 
 @dataclass
@@ -168,7 +166,7 @@ def _take_down(model: Any) -> None:
 
 def _runs(model: Any, binding: Binding) -> Runs:
     """Which of Transformers' implementations each op that has several would run now."""
-    found: Runs = {}
+    found: dict[tuple[str, str], str | None] = {}
     for slot in binding.slots:
         runs = KERNEL_REGISTRY.op(slot.resolution.op_name).runs
         # A kernel in a slot runs before Transformers' dispatch.
@@ -250,7 +248,7 @@ def explain(model: Any) -> BindingReport:
         for path, module, slot, op_name, variant in walk_slots(model)
     )
     note = "" if unbound else f"{type(model).__name__} has no slots; opslot.apply(model) adds those of its architecture"
-    return make_report(unbound, {}, {}, note)
+    return BindingReport(tuple(rows_of(unbound, {}, {}, {})), note=note)
 
 
 def require_module(model: Any, caller: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from opslot.slots.binding import Binding, SkippedPart, SlotBinding
@@ -95,32 +95,21 @@ class BindingReport:
         return [(op, ", ".join(names), reason) for (op, reason), names in groups.items()]
 
 
+Runs = Mapping[tuple[str, str], str | None]
+"""By module and slot, which of Transformers' implementations runs."""
+
+
 def make_report(
-    binding: Binding | Iterable[SlotBinding],
-    runs: Mapping[tuple[str, str], str | None],
-    now: Mapping[tuple[str, str], str | None],
-    note: str,
-    replaced: Mapping[str, str] | None = None,
+    binding: Binding, runs: Runs, now: Runs, note: str, replaced: Mapping[str, str] | None = None
 ) -> BindingReport:
-    """The table of a binding, or of slots without one.
+    """The table of a binding.
 
     Args:
-        runs: by module and slot, which of Transformers' implementations ran when the model was bound.
-        now: which of them runs now.
+        runs: what ran when the model was bound.
+        now: what runs now.
         replaced: by module, what replaced its forward since it was bound.
     """
-    groups: dict[BindingRow, list[str]] = {}
-    for slot in binding.slots if isinstance(binding, Binding) else binding:
-        at = slot.path, slot.key
-        by = (replaced or {}).get(slot.path, "") if slot.slot and slot.resolution.chosen != "eager" else ""
-        groups.setdefault(_row(slot, runs.get(at), now.get(at), by), []).append(slot.path)
-    # A model that is selected for as a whole is not named.
-    rows = [
-        BindingRow(**{**vars(row), "modules": () if row.slot == "model" and paths == [""] else tuple(paths)})
-        for row, paths in groups.items()
-    ]
-    if not isinstance(binding, Binding):
-        return BindingReport(tuple(rows), note=note)
+    rows = rows_of(binding.slots, runs, now, replaced or {})
     rows += [BindingRow(absent.where, absent.op_name, "-", "absent", absent.why, ()) for absent in binding.absent]
     # The row of a sub-model has the reason of the parts in it.
     shown = {(s.resolution.op_name, path) for s in binding.slots if not s.slot for path in (s.path, *s.parts)}
@@ -128,6 +117,20 @@ def make_report(
         part for part in binding.skipped if shown.isdisjoint((part.op.split("/")[0], path) for path in part.modules)
     )
     return BindingReport(tuple(rows), str(binding.device), note, binding.model_dtype, skipped)
+
+
+def rows_of(slots: Iterable[SlotBinding], runs: Runs, now: Runs, replaced: Mapping[str, str]) -> list[BindingRow]:
+    """The rows of some slots; see `make_report`."""
+    groups: dict[BindingRow, list[str]] = {}
+    for slot in slots:
+        at = slot.path, slot.key
+        by = replaced.get(slot.path, "") if slot.slot and slot.resolution.chosen != "eager" else ""
+        groups.setdefault(_row(slot, runs.get(at), now.get(at), by), []).append(slot.path)
+    # A model that is selected for as a whole is not named.
+    return [
+        replace(row, modules=() if row.slot == "model" and paths == [""] else tuple(paths))
+        for row, paths in groups.items()
+    ]
 
 
 def _row(slot: SlotBinding, then: str | None, now: str | None, replaced_by: str) -> BindingRow:
