@@ -78,7 +78,8 @@ def hub_name(name: str) -> HubName | None:
         data = _DATA.fullmatch(name)
         revision = data and data["revision"] and unquote(data["revision"])
         return HubName(data["id"], revision, data["files"] or "") if data else None
-    return HubName(*split_repo_id(name)) if is_repo_id(name) else None
+    model = _MODEL.fullmatch(name) if is_repo_id(name) else None
+    return HubName(model["id"], model["revision"]) if model else None
 
 
 def commit_of(name: HubName) -> str | None:
@@ -119,13 +120,6 @@ def is_repo_id(name: str | os.PathLike[str]) -> bool:
     return _MODEL.fullmatch(text) is not None and not text.endswith(_FILES) and not Path(text).exists()
 
 
-def split_repo_id(name: str) -> tuple[str, str | None]:
-    """ORG/NAME and the revision of a name for which `is_repo_id` holds."""
-    match = _MODEL.fullmatch(name)
-    assert match is not None, name
-    return match["id"], match["revision"]
-
-
 def local_model(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """A local path with its "~" expanded; for a model of the hub, the folder that it is downloaded to.
 
@@ -151,18 +145,20 @@ def require_safetensors(name: str) -> None:
     """
     from huggingface_hub.utils import filter_repo_objects
 
-    if not is_repo_id(name):
+    model = hub_name(name)
+    if model is None or model.repo_type is not None:
         return
-    repo, revision = split_repo_id(name)
-    names = _files_of(repo, revision, "model")
+    names = _files_of(model.repo, model.revision, "model")
     if names and not any(filter_repo_objects(names, allow_patterns=_WEIGHTS[0], ignore_patterns=[*_COPIES])):
-        found, hint = weights_in_other_formats(names, repo)
+        found, hint = weights_in_other_formats(names, model.repo)
         raise ConfigError(f"{name} has no safetensors that Transformers reads", found=found, hint=hint)
 
 
 @functools.cache
 def _downloaded_model(name: str, *, weights: bool) -> Path:
-    repo, revision = split_repo_id(name)
+    model = hub_name(name)
+    assert model is not None, name
+    repo, revision = model.repo, model.revision
     patterns = [*_SMALL]
     if weights:
         require_safetensors(name)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from opslot._base.errors import ConfigError
-from opslot._base.hub import is_repo_id, split_repo_id
+from opslot._base.hub import hub_name
 from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
 from opslot.checkpoint.initialize import initialize_weights
 from opslot.checkpoint.training_state import read_state
@@ -82,7 +82,8 @@ def _base_of(config: RunConfig) -> tuple[str | None, str | None]:
     base = config.model.model_path
     if base is None:
         return None, None
-    return split_repo_id(base) if is_repo_id(base) else (str(Path(base).resolve()), None)
+    name = hub_name(base)
+    return (str(Path(base).resolve()), None) if name is None else (name.repo, name.revision)
 
 
 def _parallelize(
