@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from opslot._base.errors import DataError
+from opslot._base.labels import IGNORE_INDEX
 from opslot.data.chat import ChatEncoder
 from opslot.data.chat_template import load_chat_template
-from opslot.data.collation import IGNORE_INDEX, collate, make_sample
+from opslot.data.collation import collate, make_sample
 from opslot.data.corpus import open_corpus
 from opslot.data.loader import EvaluationLoader
 from opslot.data.packing import PackedDataset

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedConfig
 
 from opslot._base.errors import ConfigError, DataError
-from opslot.data.collation import IGNORE_INDEX
+from opslot._base.labels import IGNORE_INDEX
 from opslot.data.encoder import SampleError
 from opslot.data.multimodal import collation, loading, processor_call
 from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost

@@ -16,7 +16,7 @@ from opslot.ops.attention.forms import find_attention, find_own_attention
 from opslot.ops.attention.mask_forms import find_masks_of_one_implementation
 from opslot.ops.attention.masks import _warn_of_weights
 from opslot.patchgen.forms import ClassFact, ModuleView
-from opslot.patchgen.source import UpstreamModule
+from opslot.patchgen.upstream import UpstreamModule
 from opslot.slots import KernelRequest
 from opslot.slots.protocol import COMPUTES_ATTENTION, MASKS_OF
 from opslot.verify.random_model import class_of, random_ids, random_model, whole_batch

@@ -18,7 +18,8 @@ from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
 from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.packed_documents import pass_documents_to
-from opslot.patchgen.source import UpstreamModule, installed_release
+from opslot.patchgen.source import installed_release
+from opslot.patchgen.upstream import UpstreamModule
 from opslot.slots.protocol import BY_DOCUMENT, keeps_sequences, why_by_document
 from opslot.verify import check_architecture
 from opslot.verify.isolated import Processes

@@ -19,7 +19,7 @@ from opslot.checkpoint.initialize import initialize_weights
 from opslot.models._own_classes import own_slots, with_slots
 from opslot.models._sequence.packing import packing_problem
 from opslot.models.discovery import discover
-from opslot.patchgen.source import architecture_from, modeling_module
+from opslot.patchgen.names import architecture_from, modeling_module
 from opslot.verify.random_model import packed_batches, train_step, worst_difference
 from tests.models.steps import assert_equal, assert_near, run
 from tests.models.tiny import with_noise

@@ -12,7 +12,8 @@ from opslot._base.errors import PatchError
 from opslot.models._own_classes import own_slots, with_slots
 from opslot.models.discovery import discover
 from opslot.patchgen import materialize
-from opslot.patchgen.source import architecture_from, installed_release
+from opslot.patchgen.names import architecture_from
+from opslot.patchgen.source import installed_release
 from tests.own_code import HERE
 
 ROTARY = (HERE / "rotary_finch.py").read_text().partition("def rotate_half")[2]

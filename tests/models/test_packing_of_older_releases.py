@@ -16,7 +16,8 @@ from opslot.ops.causal_conv1d import forms
 from opslot.patchgen.engine import generate
 from opslot.patchgen.fingerprint import fingerprint
 from opslot.patchgen.forms import ModuleView
-from opslot.patchgen.source import Release, UpstreamModule
+from opslot.patchgen.source import Release
+from opslot.patchgen.upstream import UpstreamModule
 from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config

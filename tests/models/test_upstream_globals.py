@@ -7,7 +7,7 @@ import types
 
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView
-from opslot.patchgen.source import UpstreamModule
+from opslot.patchgen.upstream import UpstreamModule
 
 GLOBAL_IN_CONSTRUCTOR = """
 import torch

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from opslot.data.collation import IGNORE_INDEX
+from opslot._base.labels import IGNORE_INDEX
 from opslot.data.multimodal.audio import load_audio
 from opslot.data.multimodal.media import Limits, load_image
 from opslot.data.multimodal.rope_positions import RopePositions

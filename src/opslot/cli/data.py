@@ -45,7 +45,7 @@ def open_data(config: RunConfig) -> Iterator[Any]:
 
 
 def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, color: bool) -> None:
-    from opslot.data.collation import IGNORE_INDEX
+    from opslot._base.labels import IGNORE_INDEX
     from opslot.data.preview import documents_of, parts_of
 
     trained = total = shown = 0

@@ -19,7 +19,8 @@ from opslot.models.discovery import Discovery, discover, find_patch
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
 from opslot.patchgen.forms import ModuleView
-from opslot.patchgen.source import architecture_from, installed_release, is_elsewhere, modeling_module
+from opslot.patchgen.names import architecture_from, is_elsewhere, modeling_module
+from opslot.patchgen.source import installed_release
 from opslot.patchgen.writing import patch_source
 from opslot.slots import format_table
 

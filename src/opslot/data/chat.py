@@ -31,10 +31,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opslot._base.errors import DataError
+from opslot._base.labels import IGNORE_INDEX
 from opslot.data.chat_columns import CHAT_COLUMNS, KNOWN, chat_columns, renames
-from opslot.data.collation import IGNORE_INDEX, LABELED
+from opslot.data.collation import LABELED
 from opslot.data.content_forms import ContentForms
 from opslot.data.encoder import SampleEncoder, SampleError, digest
+from opslot.data.locations import Location
 from opslot.data.messages import (
     Message,
     is_trained_turn,
@@ -43,7 +45,7 @@ from opslot.data.messages import (
     messages_of_texts,
     parsed,
 )
-from opslot.data.records import FileColumns, Location, columns_in, lone_surrogate
+from opslot.data.records import FileColumns, columns_in, lone_surrogate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

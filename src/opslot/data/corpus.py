@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from opslot._base.errors import DataError, list_problems
+from opslot._base.labels import IGNORE_INDEX
 from opslot._base.logging import get_logger
-from opslot.data.collation import IGNORE_INDEX, LABELED
+from opslot.data.collation import LABELED
 from opslot.data.encoder import Encoder, MediaDocument
-from opslot.data.records import ByteRange, split_into_shards
+from opslot.data.locations import ByteRange
+from opslot.data.records import split_into_shards
 from opslot.data.sources import described_counts, no_text
 from opslot.data.tokenizing import TokenizingProcesses
 

@@ -15,8 +15,8 @@ from opslot._base.errors import DataError
 from opslot._base.logging import get_logger
 from opslot.data.chat_columns import missing_text
 from opslot.data.collation import LABELED
-from opslot.data.locations import Location
-from opslot.data.records import ByteRange, columns_in, read_ranges, read_records
+from opslot.data.locations import ByteRange, Location
+from opslot.data.records import columns_in, read_ranges, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

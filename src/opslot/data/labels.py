@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from opslot._base.errors import DataError, list_problems
-from opslot.data.collation import IGNORE_INDEX, LABELED
+from opslot._base.labels import IGNORE_INDEX
+from opslot.data.collation import LABELED
 from opslot.data.encoder import SampleEncoder, SampleError, digest
-from opslot.data.records import FileColumns, Location, columns_in, lone_surrogate, read_records, split_into_shards
+from opslot.data.locations import Location
+from opslot.data.records import FileColumns, columns_in, lone_surrogate, read_records, split_into_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

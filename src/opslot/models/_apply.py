@@ -12,7 +12,7 @@ from opslot._base.errors import ConfigError, list_problems
 from opslot._base.logging import get_logger
 from opslot.models._own_classes import binds, class_made_from, overridden, own_slots, with_slots
 from opslot.models._registry import architecture_of
-from opslot.patchgen.source import architecture_in
+from opslot.patchgen.names import architecture_in
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import binding_of, require_module
 from opslot.slots.binding import resolve

@@ -15,8 +15,10 @@ from opslot._base.logging import get_logger
 from opslot.models._registry import architecture_of
 from opslot.patchgen import materialize
 from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError
+from opslot.patchgen.names import architecture_from
 from opslot.patchgen.own_code import may_be_read, unchanged
-from opslot.patchgen.source import UpstreamModule, architecture_from, installed_release
+from opslot.patchgen.source import installed_release
+from opslot.patchgen.upstream import UpstreamModule
 from opslot.slots.protocol import (
     ATTENTION_OPTIONS,
     BY_DOCUMENT,

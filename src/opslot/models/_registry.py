@@ -17,7 +17,8 @@ from opslot._base.plugins import load_entry_points
 from opslot.models.discovery.supported import supported_architectures
 from opslot.patchgen import PatchConfig, materialize, register_patch
 from opslot.patchgen.materialization import NoPatchError
-from opslot.patchgen.source import architecture_in, installed_release, is_elsewhere, modeling_module
+from opslot.patchgen.names import architecture_in, is_elsewhere, modeling_module
+from opslot.patchgen.source import installed_release
 from opslot.slots.protocol import SubModel, lost_slots, sub_model
 
 logger = get_logger(__name__)

@@ -17,8 +17,9 @@ from opslot._base.errors import OpslotError, PatchError
 from opslot._base.files import write_text
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.materialization import find_patch, known_archs, materialize, require_patch
+from opslot.patchgen.names import modeling_module
 from opslot.patchgen.releases import find_release
-from opslot.patchgen.source import Release, installed_release, modeling_module
+from opslot.patchgen.source import Release, installed_release
 
 if TYPE_CHECKING:
     from opslot.patchgen.lock import Problem

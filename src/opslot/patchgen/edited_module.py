@@ -11,8 +11,9 @@ import libcst as cst
 from opslot._base.errors import PatchError
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import ClassAttribute, Edit, Slot
-from opslot.patchgen.source import Release, UpstreamModule
+from opslot.patchgen.source import Release
 from opslot.patchgen.tree import block_of, comment, is_docstring, is_placeholder, splice, walk, with_lines_above
+from opslot.patchgen.upstream import UpstreamModule
 
 
 @dataclass

@@ -15,7 +15,7 @@ from functools import cached_property
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Slot
 from opslot.patchgen.fingerprint import fingerprint
-from opslot.patchgen.source import UpstreamModule, find_nodes
+from opslot.patchgen.upstream import UpstreamModule, find_nodes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from opslot.patchgen.fused_loss import UnknownLossError
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 
 Classes = Mapping[str, ast.ClassDef]
 

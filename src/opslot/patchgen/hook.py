@@ -11,7 +11,7 @@ from importlib.util import spec_from_file_location
 from types import CodeType, ModuleType
 
 from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError, known_archs, materialize
-from opslot.patchgen.source import modeling_module
+from opslot.patchgen.names import modeling_module
 
 
 class _SourceLoader(SourceFileLoader):

@@ -10,8 +10,8 @@ import libcst as cst
 
 from opslot.patchgen.edited_module import EditedModule
 from opslot.patchgen.edits import InheritMethod
-from opslot.patchgen.source import UpstreamModule
 from opslot.patchgen.tree import Node, replace_nodes, walk
+from opslot.patchgen.upstream import UpstreamModule
 
 
 def apply_inherit_method(edit: InheritMethod, edited: EditedModule) -> None:

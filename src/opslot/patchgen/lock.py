@@ -17,7 +17,8 @@ from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import InheritMethod, SlotCalls
 from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.releases import find_release
-from opslot.patchgen.source import Release, Symbol
+from opslot.patchgen.source import Release
+from opslot.patchgen.upstream import Symbol
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from opslot.patchgen.fused_loss import (
     without_casts,
 )
 from opslot.patchgen.heads import LINEAR, Classes, assignment, find_head, is_call_of_child, made
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 
 _OPERATORS = {ast.Mult: "mul", ast.Div: "div", ast.Add: "add"}
 _TANH = ("torch.tanh", "nn.functional.tanh", "F.tanh", "torch.nn.functional.tanh")

@@ -12,7 +12,8 @@ from opslot._base.errors import PatchError
 from opslot._base.lazy import provider
 from opslot.patchgen.cache import cache_homes, locked, prune, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.source import Release, installed_release, is_elsewhere, modeling_module
+from opslot.patchgen.names import is_elsewhere, modeling_module
+from opslot.patchgen.source import Release, installed_release
 
 GENERATED_PACKAGE = "opslot.generated"
 _LONGEST_NAME = 160

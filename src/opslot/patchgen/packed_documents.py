@@ -9,7 +9,7 @@ from functools import lru_cache
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Anchored, ClassAttribute, TakeKeywords
 from opslot.patchgen.forms import ModuleView, names_in
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 
 # Set on classes that `by_document` runs, which take the boundaries of documents whatever their forward takes.
 _BY_DOCUMENT = "_opslot_by_document"

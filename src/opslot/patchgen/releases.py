@@ -13,7 +13,8 @@ from pathlib import Path
 
 from opslot._base.errors import PatchError
 from opslot.patchgen.cache import cache_root
-from opslot.patchgen.source import PACKAGE, Release, installed_release
+from opslot.patchgen.names import PACKAGE
+from opslot.patchgen.source import Release, installed_release
 
 # What patches read and depend on; the rest of a release is not kept.
 _KEPT = re.compile(r"transformers/([^/]+|(integrations|loss|utils)/[^/]+|models/[^/]+/modeling_[^/]+)\.py")

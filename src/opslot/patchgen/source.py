@@ -8,25 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.names import PACKAGE, architecture_from, architecture_in, is_elsewhere, modeling_module
+from opslot.patchgen.names import PACKAGE
 from opslot.patchgen.own_code import read_module
-from opslot.patchgen.upstream import Definition, Symbol, UpstreamModule, find_nodes, nodes_below
-
-__all__ = [
-    "PACKAGE",
-    "Definition",
-    "Release",
-    "Symbol",
-    "UpstreamModule",
-    "architecture_from",
-    "architecture_in",
-    "find_nodes",
-    "installed_release",
-    "is_elsewhere",
-    "modeling_module",
-    "nodes_below",
-    "read_version",
-]
+from opslot.patchgen.upstream import UpstreamModule
 
 
 @dataclass(frozen=True)

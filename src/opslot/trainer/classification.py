@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from opslot._base.errors import ConfigError
-from opslot.data.collation import IGNORE_INDEX
+from opslot._base.labels import IGNORE_INDEX
 from opslot.data.labels import LabelEncoder
 from opslot.distributed import sum_over_ranks
 from opslot.trainer.run_data import padding_token

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from opslot._base.errors import ConfigError
-from opslot.data.collation import IGNORE_INDEX, collate, collate_padded, make_sample
+from opslot._base.labels import IGNORE_INDEX
+from opslot.data.collation import collate, collate_padded, make_sample
 from opslot.models._build import auto_class_name, registered_class, shipped_class
 from opslot.models._own_loss import averages_its_own_labels
 from opslot.models._registry import declared_sub_model

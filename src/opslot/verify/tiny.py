@@ -14,7 +14,8 @@ from packaging.version import Version
 
 from opslot._base.errors import ConfigError
 from opslot.models._build import auto_class_name
-from opslot.patchgen.source import installed_release, modeling_module
+from opslot.patchgen.names import modeling_module
+from opslot.patchgen.source import installed_release
 from opslot.verify.tiny_sizes import (
     HEADS,
     IMAGE,

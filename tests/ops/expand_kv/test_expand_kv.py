@@ -14,7 +14,8 @@ from opslot.ops.expand_kv.forms import FORMS
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
 from opslot.patchgen.forms import ModuleView
-from opslot.patchgen.source import Release, UpstreamModule
+from opslot.patchgen.source import Release
+from opslot.patchgen.upstream import UpstreamModule
 
 pytest.importorskip("transformers")
 

@@ -11,7 +11,8 @@ from opslot.ops.mamba_chunk_scan.op import reference as scan
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
 from opslot.patchgen.forms import ModuleView
-from opslot.patchgen.source import Release, UpstreamModule
+from opslot.patchgen.source import Release
+from opslot.patchgen.upstream import UpstreamModule
 
 MAMBA_2 = '''
 import torch

@@ -18,11 +18,13 @@ import numpy as np
 import torch
 
 from opslot._base.errors import DataError
+from opslot._base.labels import IGNORE_INDEX
 from opslot._base.source import forward_source, method_parameters, source_of
 from opslot.data.chat import ChatEncoder, Rendered
 from opslot.data.chat_columns import caption_fix, media_renames
-from opslot.data.collation import IGNORE_INDEX, LABELED
+from opslot.data.collation import LABELED
 from opslot.data.encoder import MediaDocument, SampleError, digest
+from opslot.data.locations import Location
 from opslot.data.messages import Message
 from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
 from opslot.data.multimodal.expanded_text import moved_spans
@@ -41,7 +43,6 @@ from opslot.data.multimodal.processor_call import (
     videos_as_images,
 )
 from opslot.data.multimodal.rope_positions import RopePositions
-from opslot.data.records import Location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from opslot._base.errors import ConfigError
+from opslot._base.labels import IGNORE_INDEX
 from opslot.data.chat import Rendered
-from opslot.data.collation import IGNORE_INDEX
 from opslot.data.encoder import SampleError
 from opslot.data.messages import Message
 from opslot.data.multimodal.loading import Loaded

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from opslot.models.discovery.sequences import calls_to_give_positions, methods_that_pad
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 from opslot.slots.protocol import UPSTREAM_GLOBALS
 
 # Heads that Transformers' `Generic<head>` mixins implement.

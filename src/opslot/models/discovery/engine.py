@@ -16,8 +16,9 @@ from opslot.models.discovery.collected_forms import all_forms, forms_digest
 from opslot.models.discovery.common_edits import add_common_edits
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ClassFact, Finding, Match, ModuleView, Skip
+from opslot.patchgen.names import is_elsewhere, modeling_module
 from opslot.patchgen.own_code import changing_decorator
-from opslot.patchgen.source import Release, installed_release, is_elsewhere, modeling_module
+from opslot.patchgen.source import Release, installed_release
 from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, SKIPPED
 
 # Ops whose kernels take the boundaries of documents. A class whose recurrence has no slot is skipped by one of them.

@@ -12,7 +12,8 @@ from opslot.models.discovery.engine import discover
 from opslot.models.discovery.supported import lock_digest, lost_slots, supported_architectures
 from opslot.patchgen import PatchConfig, PatchError
 from opslot.patchgen.materialization import REGISTERED_PATCHES
-from opslot.patchgen.source import Release, is_elsewhere, modeling_module
+from opslot.patchgen.names import is_elsewhere, modeling_module
+from opslot.patchgen.source import Release
 from opslot.slots.protocol import LOST_SLOTS
 
 MODELS_PACKAGE = "opslot.models"

@@ -15,7 +15,7 @@ from functools import lru_cache
 from packaging.version import Version
 
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, ModuleView, names_in
-from opslot.patchgen.source import find_nodes, nodes_below
+from opslot.patchgen.upstream import find_nodes, nodes_below
 from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS, ON_GLOBAL_SEQUENCES, UNKNOWN_LAYERS
 
 # Transformers' masks of tokens that see earlier tokens of their document.

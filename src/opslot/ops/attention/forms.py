@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from opslot.patchgen import PatchConfig, Slot, indexed_attention
 from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.packed_documents import documents_reach, pass_documents_to
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 from opslot.slots.protocol import ATTENTION_OPTIONS, COMPUTES_ATTENTION
 
 OP = "attention"

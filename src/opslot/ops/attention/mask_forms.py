@@ -9,7 +9,7 @@ from collections.abc import Iterator
 # Discovery loads it first, so this does not import its package, which imports torch.
 from opslot.ops.attention.forms import OP, READS_BOOLS, adds_given_masks, cu_seqlens_branches, is_sparse, mask_of
 from opslot.patchgen.forms import ClassFact, ModuleView, Skip
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 from opslot.slots.protocol import ALL_PADDING, CU_SEQLENS_FOR_FLASH, FIRST_PADDING, MASKS_OF, READS_PADDING
 
 _ASK_BINDING = """\

@@ -11,7 +11,7 @@ from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.upstream import nodes_below
 
 _SLOT = Slot("patch_embed", "standard")
 _ARGUMENTS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
-from opslot.patchgen.source import nodes_below
+from opslot.patchgen.upstream import nodes_below
 
 # `_norm` of classes with a separate method: x / rms(x).
 _NORMALIZED = "afb4c281cbb3"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 
 OP = "rotary_pos_emb"
 # (x1, x2) -> (-x2, x1) on the halves of the last dimension.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES, Match, ModuleView, Skip, names_in
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 
 _SLOT = Slot("unbind_qkv", "standard")
 # Of a tensor [S, 3, heads, D], and of [..., 3, heads, D].
