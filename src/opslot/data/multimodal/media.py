@@ -136,22 +136,18 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
     """
     value = value_of(source)
     fps = rate_of(source, "fps") or 0.0
-    listed = isinstance(value, list) and bool(value) and not isinstance(value[0], list)
-    if isinstance(value, np.ndarray) or (isinstance(value, list) and value and not listed):
-        pixels = _pixels(value, (4,), "a video")
-        indices = _sampled(len(pixels), fps, limits, source)
-        frames = [load_image(pixels[index], folder, limits) for index in indices]
-        return _video(frames, indices, len(pixels), fps)
-    if isinstance(value, list):
-        indices = _sampled(len(value), fps, limits, source)
-        frames = [load_image(value[index], folder, limits) for index in indices]
-        return _video(frames, indices, len(value), fps)
+    if isinstance(value, np.ndarray | list):
+        is_array = isinstance(value, np.ndarray) or (bool(value) and isinstance(value[0], list))
+        images = _pixels(value, (4,), "a video") if is_array else value
+        indices = _sampled(len(images), fps, limits, source)
+        frames = [load_image(images[index], folder, limits) for index in indices]
+        return _video(frames, indices, len(images), fps)
     if fps:
         raise MediaError(
             f"fps is of frames and arrays, and {describe(source)} is a file; remove it, and set data.max_fps"
         )
     data = read_source(source, folder)
-    return _decode_animation(data, source, limits) or _decode_video(data, source, folder, limits)
+    return _decode_animation(data, source, limits) or _decode_video(data, source, limits)
 
 
 def rate_of(source: Any, name: str) -> float | None:
@@ -341,6 +337,11 @@ def _video(frames: list[Image], indices: list[int], total: int, fps: float) -> V
     return Video(np.stack([np.asarray(frame) for frame in frames]), indices, total, fps or 24.0)
 
 
+def _decoded_frame(frame: Image | np.ndarray, limits: Limits) -> Image:
+    """A frame of a video within the limits; it has no path, so no folder."""
+    return load_image(frame, Path(), limits)
+
+
 def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
     """The frames of a GIF, WebP or APNG; None for another file."""
     from PIL import Image, UnidentifiedImageError
@@ -358,7 +359,7 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
         frames = []
         for index in indices:
             image.seek(index)
-            frames.append(load_image(image.copy(), Path(), limits))
+            frames.append(_decoded_frame(image.copy(), limits))
     except UnidentifiedImageError:
         return None
     except MediaError:
@@ -376,10 +377,10 @@ def _duration(image: Image, number: int) -> float:
     return image.info.get("duration") or 42
 
 
-def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
+def _decode_video(data: bytes, source: Any, limits: Limits) -> Video:
     decode = _decode_with_av if torchcodec_decoders() is None else _decode_with_torchcodec
     try:
-        return decode(data, source, folder, limits)
+        return decode(data, source, limits)
     except MediaError:
         raise
     except Exception as error:
@@ -398,16 +399,16 @@ def torchcodec_decoders() -> Any:
     return decoders
 
 
-def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
+def _decode_with_torchcodec(data: bytes, source: Any, limits: Limits) -> Video:
     decoder = torchcodec_decoders().VideoDecoder(data)
     total, fps = len(decoder), float(decoder.metadata.average_fps or 0)
     indices = _sampled(total, fps, limits, source)
     pixels = (decoder.get_frame_at(index).data.permute(1, 2, 0).numpy() for index in indices)
-    frames = [load_image(frame, folder, limits) for frame in pixels]
+    frames = [_decoded_frame(frame, limits) for frame in pixels]
     return _video(frames, indices, total, fps)
 
 
-def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
+def _decode_with_av(data: bytes, source: Any, limits: Limits) -> Video:
     with av_package(source).open(io.BytesIO(data)) as container:
         if not container.streams.video:
             raise MediaError(f"{describe(source)} has no video stream")
@@ -417,7 +418,7 @@ def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> V
             container,
             stream,
             lambda count: _sampled(count, fps, limits, source),
-            lambda frame: load_image(_upright(frame), folder, limits),
+            lambda frame: _decoded_frame(_upright(frame), limits),
         )
     return _video(frames, [*indices], total, fps)
 
