@@ -32,7 +32,7 @@ add_triton_kernel(
 add_triton_kernel(
     OP,
     ("gated",),
-    factory="triton_gated:{variant}",
+    factory="gated_triton:{variant}",
     supports=_filter_fits,
     priority={H200: 80},
     description="gates and convolution in one pass each way, deterministic, up to eight taps",

@@ -10,7 +10,7 @@ from functools import partial
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip, skip_callers
 from opslot.patchgen.packed_documents import add_imports, bound_arguments, documents_of, pass_documents_to, undecorated
-from opslot.patchgen.source import find_nodes
+from opslot.patchgen.upstream import find_nodes
 
 OP = "causal_conv1d"
 _FUNCTION = "causal_conv1d_fn"
