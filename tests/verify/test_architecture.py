@@ -54,6 +54,16 @@ def test_compiled_model_equals_uncompiled(arch):
     assert outcome.detail == "one graph; equals the model uncompiled, with padding and packed documents"
 
 
+def test_compiled_check_does_not_need_transformers_own_model(monkeypatch):
+    """Some raise where opslot's run: Llama 4 with images in 5.24, delta rules of fla on GPUs with an older Triton."""
+
+    def fail(*args):
+        raise config_checks._NoReference("Transformers raises")
+
+    monkeypatch.setattr(config_checks, "_of_transformers", fail)
+    assert check_architecture("llama", checks=["compiled"])["compiled"].result == "passed"
+
+
 def test_compiled_model_without_the_window_of_its_mask_fails(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(masks, "_compiled", lambda given: None)

@@ -233,8 +233,12 @@ class ConfigChecks:
     def _compiled(self) -> tuple[str, str]:
         original = trained_part(self._random_model().eval())
         batches = {"padding": self._on_device(padded_batch(self.ids))}
-        # Some models take no text without images.
-        _of_transformers(train_step, original, [batches["padding"]])
+        try:
+            train_step(trained_part(self._model()), [batches["padding"]])
+        except Exception:
+            # Some models take no text without images.
+            _of_transformers(train_step, original, [batches["padding"]])
+            raise
         if self.media is None and not keeps_sequences(decoder_of(original) or original):
             batches["packed documents"] = self._on_device(packed_batches(self.ids)[0][0])
         ops, unsupported = self._ops_to_compile(), ""
