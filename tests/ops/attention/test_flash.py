@@ -97,15 +97,18 @@ def test_flash_attention_4_with_softcap_has_no_backward_of_documents(flash, form
 @pytest.mark.parametrize(
     ("length", "width", "causal", "given", "expected"),
     [
-        (24, 64, False, {}, "triton"),
+        (24, 64, False, {}, "cudnn"),
+        (24, 64, False, {"attention_mask": torch.ones(1, 24)}, "triton"),
+        (24, 64, False, {"s_aux": torch.zeros(4)}, "triton"),
         (40, 64, False, {}, "flash"),
-        (40, 72, False, {}, "triton"),
+        (40, 72, False, {}, "cudnn"),
         (65, 72, False, {}, "flash"),
         (80, 64, False, documents(24, 24, 32), "triton"),
         (80, 64, False, documents(24, 40, 16), "flash"),
         (80, 64, False, {"sliding_window": 16}, "flash"),
         (24, 64, True, {}, "flash"),
         (80, 64, True, {"sliding_window": 16}, "triton"),
+        (12, 64, True, {"sliding_window": 16}, "triton"),
         (80, 64, True, {"sliding_window": 17}, "flash"),
     ],
 )
@@ -119,8 +122,10 @@ def test_length_and_window_select_flash_attention_4_or_triton(monkeypatch, lengt
     monkeypatch.setattr(by_call, "NARROW_WINDOW", 16)
     monkeypatch.setattr(by_call.triton, "attention", lambda *args, **kwargs: called.append("triton"))
     monkeypatch.setattr(by_call, "make_flash", lambda version: lambda *args, **kwargs: called.append("flash"))
+    monkeypatch.setattr(by_call, "cudnn", lambda *args, **kwargs: called.append("cudnn"))
+    monkeypatch.setattr(by_call, "can_use_cudnn_attention", lambda params, debug: True)
     q, k, v = tensors(length=length, width=width, batch=1)
-    by_call.flash_4_or_triton()(Attention(causal), q, k, v, None, scaling=0.25, **given)
+    by_call.flash_4_or_triton()(Attention(causal), q, k, v, **{"attention_mask": None, "scaling": 0.25} | given)
     assert called == [expected]
 
 

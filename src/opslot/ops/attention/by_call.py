@@ -1,4 +1,4 @@
-"""Attention by the one of two kernels that is faster for a call: by its lengths, window, documents and padding."""
+"""Attention by the kernel that is fastest for a call: by its lengths, window, documents and padding."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ from opslot.ops.attention import triton
 from opslot.ops.attention.contract import AttentionCall, takes_call
 from opslot.ops.attention.flash import make_flash
 from opslot.ops.attention.options import NARROW_WINDOW
-from opslot.ops.attention.reference import causal_of, window_of
+from opslot.ops.attention.reference import OPTIONS, causal_of, window_of
 from opslot.ops.attention.sdpa import cudnn
 from opslot.ops.attention.widths import padded_widths
 
-# Tokens of the longest document up to which `triton` is faster on an H200 without causality, forward and backward: see
-# the table in `__init__.py`. Padding costs time where FlashAttention 4 has no kernel for a head size.
+# Tokens of the longest document up to which `triton` is faster on an H200 without causality, forward and backward, and
+# `cudnn` for whole rows: see the tables in `__init__.py`. Padding costs time where FlashAttention 4 has no kernel for a
+# head size.
 SHORT, SHORT_IF_PADDED = 256, 1024
-# Tokens from which `cudnn` is used: the fewest whose errors were compared.
+# Tokens from which `cudnn_or_triton` takes cuDNN: the fewest that were compared.
 _LONG = 512
 
 
 def flash_4_or_triton() -> Callable[..., Any]:
-    """FlashAttention 4, which this imports, and `triton` for narrow causal windows and, without causality, for short
-    documents, as in a tower."""
+    """FlashAttention 4, which this imports, `triton` for narrow causal windows and, without causality, for short
+    documents, and `cudnn` for short rows, as in a tower."""
     flash = make_flash(4)
 
     @takes_call
     def attention(call: AttentionCall) -> tuple[Tensor, None]:
         """`op.reference`, but `attention_mask` is a [B, S] padding mask or None."""
-        kernel = triton.attention if _is_narrow_or_short(call) else flash
+        if not _is_narrow_or_short(call):
+            kernel = flash
+        else:
+            causal = causal_of(call.module, call.kwargs)
+            kernel = cudnn if not causal and _is_whole_row(call) else triton.attention
         return kernel(*call[:-1], **call.kwargs)
 
     attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
@@ -56,20 +61,20 @@ def _is_narrow_or_short(call: AttentionCall) -> bool:
 @takes_call
 def cudnn_or_triton(call: AttentionCall) -> tuple[Tensor, None]:
     """`op.reference` without softcap, sinks and dropout; `attention_mask` is a [B, S] padding mask or None."""
-    kernel = cudnn if _is_long_row(call) else triton.attention
+    kernel = cudnn if call.query.shape[2] >= _LONG and _is_whole_row(call) else triton.attention
     return kernel(*call[:-1], **call.kwargs)
 
 
 cudnn_or_triton.mask_function = flash_attention_mask  # type: ignore[attr-defined]
 
 
-def _is_long_row(call: AttentionCall) -> bool:
-    """Whether cuDNN supports a call, and its rows are long and have no documents, padding or window."""
+def _is_whole_row(call: AttentionCall) -> bool:
+    """Whether cuDNN supports a call, and its rows have no documents, padding or window."""
     module, query, key, value, mask, dropout, _, kwargs = call
-    length = query.shape[2]
     is_whole = kwargs.get("cu_seq_lens_q") is None and mask is None and window_of(key, kwargs) is None
+    is_whole = is_whole and all(kwargs.get(option) is None for option in OPTIONS)
     # cuDNN's check would break a compiled graph.
-    if not is_whole or length < _LONG or key.shape[2] != length or torch.compiler.is_compiling():
+    if not is_whole or key.shape[2] != query.shape[2] or torch.compiler.is_compiling():
         return False
     grouped = query.shape[1] != key.shape[1]
     return can_use_cudnn_attention(
