@@ -130,6 +130,42 @@ def test_attention_has_a_kernel_where_the_forward_of_its_model_was_replaced_befo
     torch.testing.assert_close(opslot.restore(model)(input_ids=IDS, labels=IDS).loss, expected)
 
 
+def hooked_by_accelerate(model):
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+
+
+def compiled_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        [fused_head],
+        [compiled_forward],
+        [hooked_by_accelerate],
+        [hooked_by_accelerate, fused_head],
+        [fused_head, hooked_by_accelerate],
+    ],
+    ids=["fused_head", "compiled", "hook", "fused_head-on-hook", "hook-on-fused_head"],
+)
+def test_restored_model_whose_forward_was_replaced_after_apply(replace):
+    """As TRL's trainers do; their forward calls the one that the model had then, of the generated class."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES))
+    expected = model(input_ids=IDS, labels=IDS)
+    opslot.apply(model, NAMED)
+    for change in replace:
+        change(model)
+    opslot.restore(model)
+    found = model(input_ids=IDS, labels=IDS)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=0, atol=0)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+    opslot.apply(model, NAMED)
+    assert loss_row(model).kernel == "chunk_loss"
+    assert model(input_ids=IDS, labels=IDS).logits is None
+
+
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3_text"])
 def test_hooks_of_accelerate_call_the_forward_that_reads_slots(arch):
     """A `device_map` over several devices, or with offloaded weights, replaces the forward of each module.

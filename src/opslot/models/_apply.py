@@ -22,6 +22,7 @@ from opslot.slots.protocol import (
     copy_upstream_globals,
     derived_from,
     original_of,
+    replaced_forward,
     set_replaced_forward,
     skipped_parts,
 )
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 logger = get_logger(__name__)
+
+_HOOK = "accelerate.hooks.add_hook_to_module"
 
 
 def apply(
@@ -198,15 +201,31 @@ def _move_hooked_forward(module: Any, old: type, new: type) -> bool:
 
     It calls `_old_forward`, a method of the class that the module had, where `super()` would fail.
     """
-    hooked: Any = module.__dict__.get("_old_forward")
-    if getattr(hooked, "__func__", None) is not getattr(old, "forward", None) or hooked.__self__ is not module:
+    if not _hooks_forward_of(module, old):
         return False
     module._old_forward = types.MethodType(new.forward, module)  # type: ignore[attr-defined]
-    return replaced_by(module) == "accelerate.hooks.add_hook_to_module"
+    return replaced_by(module) == _HOOK
+
+
+def _hooks_forward_of(module: Any, cls: type) -> bool:
+    """Whether the forward that Accelerate's hook calls is that of the class."""
+    hooked: Any = module.__dict__.get("_old_forward")
+    return getattr(hooked, "__func__", None) is getattr(cls, "forward", None) and hooked.__self__ is module
+
+
+def _calls_generated_forward(module: Any) -> bool:
+    """Whether the forward of an instance was replaced after `apply`, and so may call that of the generated class."""
+    if "forward" not in module.__dict__ or replaced_forward(module) is not None:
+        return False
+    return replaced_by(module) != _HOOK or not _hooks_forward_of(module, type(module))
 
 
 def restore(model: Any) -> Any:
     """Undo `apply`: Transformers' own classes, attention and experts again; weights untouched. Returns `model`.
+
+    A module whose forward was replaced after `apply`, as by TRL's trainers, Accelerate's mixed precision or
+    `torch.compile`, keeps its generated class: that forward calls the class's, which fails in an instance of another
+    class. Without kernels it is Transformers' code.
 
     Raises:
         ConfigError: `model` is not a module, or is parallelized.
@@ -220,7 +239,7 @@ def restore(model: Any) -> Any:
         architecture = architecture_of(type(module), generated=True)
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None
         original = original or derived_from(type(module))
-        if original is not None:
+        if original is not None and not _calls_generated_forward(module):
             _move_hooked_forward(module, type(module), original)
             module.__class__ = original
             set_replaced_forward(module, None)
