@@ -66,6 +66,15 @@ def test_head_wrapped_after_binding(ops):
     torch.testing.assert_close(peft(input_ids=ids, labels=ids).loss, found, rtol=1e-5, atol=1e-6)
 
 
+def test_model_out_of_lora_shows_the_kernels_that_were_bound_inside():
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(original("qwen3"), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    opslot.apply(wrapped, {"rms_norm_implementation": "torch_fused", "cross_entropy_loss_implementation": "eager"})
+    report = opslot.explain(wrapped.merge_and_unload())
+    assert "torch_fused" in report.chosen("rms_norm")
+    assert report.chosen("cross_entropy_loss") == ("eager",)
+
+
 def test_attention_of_a_model_inside_lora_is_bound_and_restored():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj"], r=2)

@@ -16,6 +16,7 @@ from opslot.slots.profile import read_profile
 from opslot.slots.protocol import (
     attached,
     binding_state,
+    bound_kernel,
     is_wrapped,
     modules_by_document,
     owns_config,
@@ -230,7 +231,8 @@ def explain(model: Any) -> BindingReport:
     """The table of a bound model: slot, op, kernel, why, what was rejected and why, and the parts without a slot.
 
     It shows what runs now, also where `model.set_attn_implementation` or the like was called after binding, and the
-    modules whose forward was replaced since. A model that was never bound gives its slots on eager, or none at all.
+    modules whose forward was replaced since. A model that was never bound gives its slots on eager, or none at all; a
+    part of a bound one, such as what PEFT's `merge_and_unload` returns, the kernels in its slots without the reasons.
 
     Raises:
         ConfigError: `model` is not a module.
@@ -244,11 +246,20 @@ def explain(model: Any) -> BindingReport:
             note = "\n".join(filter(None, [state.report.note, *old]))
             return make_report(state.binding, state.runs, now, note, replaced)
     unbound = tuple(
-        SlotBinding(path, slot, class_name(module), Resolution(op_name, variant, "eager", "not bound", (), False))
+        SlotBinding(path, slot, class_name(module), _held(module, slot, op_name, variant))
         for path, module, slot, op_name, variant in walk_slots(model)
     )
     note = "" if unbound else f"{type(model).__name__} has no slots; opslot.apply(model) adds those of its architecture"
     return BindingReport(tuple(rows_of(unbound, {}, {}, {})), note=note)
+
+
+def _held(module: Any, slot: str, op_name: str, variant: str) -> Resolution:
+    """What is in a slot of a module that is in no bound model, but may have been bound in one."""
+    kernel = bound_kernel(module, slot)
+    if kernel is None:
+        return Resolution(op_name, variant, "eager", "not bound", (), False)
+    name = getattr(kernel, "name", "wrapped")
+    return Resolution(op_name, variant, name, "bound in a larger model, which has the reasons", (), False)
 
 
 def require_module(model: Any, caller: str) -> None:
