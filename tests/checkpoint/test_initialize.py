@@ -170,6 +170,30 @@ def test_only_modules_with_missing_tensors_are_initialized() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items() if name != "frequencies")
 
 
+def test_model_that_sets_a_buffer_of_a_module_below() -> None:
+    """As Falcon-H1 does: the module itself has no function for it."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Toy()
+            self.inner.norm.register_buffer("scales", torch.empty(7), persistent=False)
+            self.other = nn.Linear(2, 2)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, Outer):
+                module.inner.norm.scales.copy_(torch.arange(7.0))
+
+    with torch.device("meta"):
+        model = Outer()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.other.weight.fill_(5.0)
+    initialize(model, [], ["inner.norm.scales"], 0)
+    assert model.inner.norm.scales.tolist() == list(range(7))
+    assert model.other.weight.tolist() == [[5.0, 5.0], [5.0, 5.0]]
+
+
 def test_parameter_without_initialization_raises() -> None:
     class Forgetful(Toy):
         def _init_weights(self, module: nn.Module) -> None:

@@ -74,8 +74,8 @@ def initialize(
     """Initialize `names`, which are not in the checkpoint, and `meta_buffers`, which had no memory.
 
     Uses the `_init_weights(module)` of the nearest model around a module, else the module's `reset_parameters`; only on
-    modules that own such tensors, unless `every_module`. Other tensors of the same modules may change: call it before
-    weights are written.
+    modules that own such tensors and, where some are left, on modules around those, unless `every_module`. Other
+    tensors of the same modules may change: call it before weights are written.
 
     Raises:
         CheckpointError: tensors that neither sets.
@@ -93,8 +93,12 @@ def initialize(
         for path, module, init, own in _modules(model):
             if every_module or wanted.intersection(own):
                 draws.run(path, module, init)
-    left = [name for *_, own in owners for name in wanted.intersection(own) if _is_spoiled(own[name])]
-    if left:
+        if not every_module and (left := _left(owners, wanted)):
+            # A model's function may set what modules below hold, as Falcon-H1's does.
+            for path, module, init, own in _modules(model):
+                if not wanted.intersection(own) and any(name.startswith(f"{path}." if path else "") for name in left):
+                    draws.run(path, module, init)
+    if left := _left(owners, wanted):
         raise CheckpointError(
             list_problems(
                 f"tensors that the checkpoint lacks and the model cannot initialize by itself ({len(left)})",
@@ -102,6 +106,11 @@ def initialize(
             ),
             hint="build the model on a real device, or give its modules a reset_parameters method",
         )
+
+
+def _left(owners: Sequence[tuple[nn.Module, Any, dict[str, Tensor]]], wanted: Collection[str]) -> list[str]:
+    """Names of `wanted` that have no values yet."""
+    return [name for *_, own in owners for name in own if name in wanted and _is_spoiled(own[name])]
 
 
 class _NeedsWhole(Exception):
