@@ -17,13 +17,13 @@ from opslot.distributed.fsdp import shard_model
 from opslot.verify.tiny import tiny_config
 
 
-def train(arch, mode, offload=False, compiled=False, layers=2):
+def train(arch, mode, offload=False, compiled=False, layers=2, dtype=torch.float32, ops="auto"):
     """Loss, gradients, and the names of the ops that the backward pass calls."""
     torch.manual_seed(0)
     config = tiny_config(arch)
     config.num_hidden_layers = layers
-    model = AutoModelForCausalLM.from_config(config)
-    opslot.apply(model)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    opslot.apply(model, ops)
     checkpoint_activations(model, mode, offload)
     if compiled:
         model.compile(backend="aot_eager")
@@ -62,6 +62,14 @@ def test_selective_recomputes_no_matmul():
         assert (forward_only in train("qwen3", mode)[2]) is expected
     counts = {mode: train("qwen3", mode)[2].count("aten::mm") for mode in ("none", "selective", "full")}
     assert counts["none"] == counts["selective"] < counts["full"]
+
+
+def test_biases_of_experts_are_added_to_a_grouped_gemm_in_place():
+    """As Transformers does in the dtypes that torch's grouped GEMM takes."""
+    loss, gradients, _ = train("gpt_oss", "none", dtype=torch.bfloat16, ops="eager")
+    found, theirs, _ = train("gpt_oss", "selective", dtype=torch.bfloat16, ops="eager")
+    assert torch.equal(found, loss)
+    assert all(torch.equal(theirs[name], gradient) for name, gradient in gradients.items())
 
 
 def test_selective_compiles():

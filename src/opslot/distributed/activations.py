@@ -80,7 +80,10 @@ def checkpoint_activations(
     enable({"use_reentrant": False})
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        # Transformers adds the biases of experts to the output of a grouped GEMM in place, which must not be kept.
+        in_place = any(getattr(module, "has_bias", False) is True for module in model.modules())
+        policy = functools.partial(_policy, frozenset({"aten::_grouped_mm"} if in_place else ()))
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     function: Callable[..., Any] = functools.partial(checkpoint, **options)
     if dtype is not None:
         function = functools.partial(_cast_inputs, function, dtype)
@@ -109,8 +112,10 @@ def _cast_inputs(
     return function(forward, *args, **kwargs)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_saved(op._schema.name) else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(recomputed: frozenset[str], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op._schema.name
+    is_kept = name not in recomputed and is_saved(name)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Offloaded:
