@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -70,6 +71,30 @@ def test_biases_of_experts_are_added_to_a_grouped_gemm_in_place():
     found, theirs, _ = train("gpt_oss", "selective", dtype=torch.bfloat16, ops="eager")
     assert torch.equal(found, loss)
     assert all(torch.equal(theirs[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_groups_of_fsdp_inside_of_layers(offload):
+    """Routers in float32 are groups of their own; shared experts are the first that the backward pass recomputes."""
+    state = init_parallel_state(device_type="cpu", group_of_one=True)
+    gradients = []
+    try:
+        for mode in ("none", "selective"):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"), dtype=torch.bfloat16)
+            for name, module in model.named_modules():
+                if name.endswith(".gate"):
+                    module.float()
+            opslot.apply(model, "eager")
+            options = {"activation_checkpointing": mode, "activation_offload": offload and mode != "none"}
+            opslot.parallelize(model, state, data_parallel_mode="fsdp2", **options)
+            assert sum(isinstance(m, FSDPModule) for n, m in model.named_modules() if n.endswith(".gate"))
+            ids = torch.arange(32).view(2, 16)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    finally:
+        destroy_parallel_state()
+    assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
 
 
 def test_selective_compiles():

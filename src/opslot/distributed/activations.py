@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opslot._base.errors import ConfigError
@@ -116,6 +117,28 @@ def _policy(recomputed: frozenset[str], context: Any, op: Any, *args: Any, **kwa
     name = op._schema.name
     is_kept = name not in recomputed and is_saved(name)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_fsdp_from_checkpoints(model: nn.Module) -> None:
+    """Hide what FSDP's hooks do from selective checkpoints, which FSDP's groups inside of layers run in.
+
+    When a layer is recomputed, its inner groups may be gathered already or not, so their hooks call other ops than in
+    the forward pass, and from torch 2.13 on a selective checkpoint raises for an op that it has not seen there.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            every: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+            for hooks in every:
+                for key, hook in hooks.items():
+                    if getattr(hook, "__self__", None) is state:
+                        hooks[key] = functools.partial(_without_modes, hook)
+
+
+@torch.compiler.disable
+def _without_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _disable_current_modes():
+        return function(*args, **kwargs)
 
 
 class _Offloaded:

@@ -19,7 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from opslot._base.errors import ConfigError
-from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
+from opslot.distributed.activations import (
+    CheckpointingMode,
+    checkpoint_activations,
+    keep_fsdp_from_checkpoints,
+)
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
 from opslot.distributed.mixed_precision import (
     can_copy_parameters,
@@ -144,6 +148,8 @@ def shard_model(
             reshard_after_forward = not _keeps_gathered(model, param_dtype, state.device)
         options["ignored_params"] = _whole_weights(model) | set(_own_parameters(model, whole_experts)) or None
         groups = _shard(model, state, blocks, expert_modules, head, reshard_after_forward, options)
+        if activation_checkpointing == "selective":
+            keep_fsdp_from_checkpoints(model)
         _set_prefetch(model, groups, prefetch)
         reductions = use_copies(_shard_groups(model, state, expert_modules), state.device, copy_engine, add)
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
