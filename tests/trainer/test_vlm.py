@@ -550,9 +550,15 @@ def test_generate_about_an_image_equals_transformers(saved_model, capsys):
     assert capsys.readouterr().out == f"{answer_of_transformers(folder, image, 'What is it?', 6)}\n"
 
 
-def test_prompts_of_the_evaluation_with_an_image(vlm_settings, tmp_path, train):
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"data_parallel_mode": "fsdp2"}, {"fsdp": {"param_dtype": "bfloat16"}}],
+    ids=["one process", "fsdp2", "copies"],
+)
+def test_prompts_of_the_evaluation_with_an_image(vlm_settings, tmp_path, train, changes):
+    """Transformers encodes images outside of the forward pass, where parameters may be shards or in float32."""
     image = str(draw(tmp_path / "circle.png", 1))
-    vlm_settings["train"] |= {"eval_steps": 2, "max_steps": 2}
+    vlm_settings["train"] |= {"eval_steps": 2, "max_steps": 2, **changes}
     prompts = [{"text": "What is it?", "images": [image]}, "What is it?"]
     vlm_settings["evaluation"] = {"prompts": prompts, "max_new_tokens": 6}
     code, out, err = train()
