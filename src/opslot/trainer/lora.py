@@ -89,13 +89,10 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None, rev
 
 def without_gradient(model: nn.Module) -> list[str]:
     """Layers whose adapters got no gradient in a backward pass, with numbers as `*`: code that reads a layer's weight
-    instead of calling the layer does not run its adapter.
+    instead of calling the layer does not run its adapter. Frozen adapters are not among them.
     """
-    paths = [
-        path
-        for path, layer in adapter_layers(model)
-        if all(parameter.grad is None for parameter in layer.parameters() if parameter.requires_grad)
-    ]
+    trained = ((path, [p for p in layer.parameters() if p.requires_grad]) for path, layer in adapter_layers(model))
+    paths = [path for path, own in trained if own and all(parameter.grad is None for parameter in own)]
     return list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths))
 
 

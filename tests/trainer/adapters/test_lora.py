@@ -376,6 +376,11 @@ def test_other_adapters_of_a_head_say_why_they_compute_logits(trainer, dense_bas
     assert "adapter of the kind DoraLinearVariant" in row.why
 
 
+def test_no_warning_of_frozen_adapters(trainer, capsys):
+    trainer("run", freeze=["model.layers.0.*"]).train()
+    assert "no gradient" not in capsys.readouterr().out
+
+
 def test_warning_of_adapters_that_the_forward_does_not_run(trainer, capsys):
     run = trainer("run")
     for path, layer in adapter_layers(run.model):
