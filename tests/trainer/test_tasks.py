@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -17,7 +18,7 @@ from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.parse import to_yaml
 from opslot.trainer.run_data import set_sample_length
 from tests.chat import TEMPLATE, write_chat_model, write_chats
-from tests.trainer.runs import trainer_of
+from tests.trainer.runs import run_config, trainer_of
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -190,6 +191,23 @@ def test_bad_mixtures(settings, train, tmp_path, entries, message):
     code, _, err = train()
     assert code == 2
     assert message in err
+
+
+def test_tokens_of_ranks_whose_samples_have_other_lengths(chat_settings, ranks, tmp_path):
+    """Each micro batch is padded to its own longest sample."""
+    texts = tmp_path / "labels.jsonl"
+    texts.write_text("".join(json.dumps({"text": "a" * (3 + 7 * i % 20), "label": i % 2}) + "\n" for i in range(40)))
+    chat_settings["task"] = "classification"
+    chat_settings["data"]["train_path"] = str(texts)
+    files = []
+    for name in ("one", "two"):
+        files.append(tmp_path / f"{name}.yaml")
+        train = chat_settings["train"] | {"micro_batch_size": 1, "output_dir": str(tmp_path / name)}
+        files[-1].write_text(yaml.safe_dump(chat_settings | {"train": train}))
+    assert run_config(str(files[0])) == 0
+    assert ranks.run(run_config, str(files[1])) == [0, 0]
+    one, two = ([record["tokens"] for record in read_metrics(tmp_path / name)] for name in ("one", "two"))
+    assert one == two
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["texts", "words"])

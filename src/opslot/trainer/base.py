@@ -219,9 +219,12 @@ class BaseTrainer(ABC):
         """This rank's micro batches of an optimizer step; the number is the same on every rank."""
         return [next(batches) for _ in range(self.accumulation_steps)]
 
-    def count_tokens(self, micro_batches: list[dict[str, Any]]) -> int:
-        """Tokens of an optimizer step over all ranks, padding included."""
-        return sum(batch["input_ids"].numel() for batch in micro_batches) * self.state.dp_size
+    def count_tokens(self, micro_batches: list[dict[str, Any]]) -> float:
+        """This rank's share of the tokens of an optimizer step, padding included; ranks of one sequence have the same.
+
+        Batches that are padded to their longest sample have another length on each rank.
+        """
+        return sum(batch["input_ids"].numel() for batch in micro_batches)
 
     def default_callbacks(self) -> list[Callback]:
         """Evaluation first, since the others report its result; metrics before the checkpoint that relies on them.
@@ -341,11 +344,13 @@ class BaseTrainer(ABC):
         train = self.config.train
         with self.meter.waiting_for("data"):
             micro_batches = self.next_micro_batches(batches)
-        counted, flops = sum_over_ranks(
-            sum(self.count_targets(batch) for batch in micro_batches), self.meter.count(micro_batches)
+        counted, flops, taken = sum_over_ranks(
+            sum(self.count_targets(batch) for batch in micro_batches),
+            self.meter.count(micro_batches),
+            self.count_tokens(micro_batches),
         )
         # The ranks of one sequence have the same labels.
-        targets, flops = round(counted) // self.state.sp, flops / self.state.sp
+        targets, flops, tokens = round(counted) // self.state.sp, flops / self.state.sp, round(taken / self.state.sp)
         lr = learning_rate(train, self.step + 1, self._expect_steps(self.step + 1))
         self._check_targets(targets)
         set_learning_rate(self.optimizer, lr)
@@ -366,7 +371,6 @@ class BaseTrainer(ABC):
         average_statistics(self.model)
         self.loss_scaler.step()
         self.step += 1
-        tokens = self.count_tokens(micro_batches)
         self.tokens_seen += tokens
         return StepRecord(
             step=self.step,

@@ -71,9 +71,9 @@ class TextTrainer(BaseTrainer):
             return next(batches)
         return super().next_micro_batches(batches)
 
-    def count_tokens(self, micro_batches: list[dict[str, Any]]) -> int:
+    def count_tokens(self, micro_batches: list[dict[str, Any]]) -> float:
         if isinstance(self.batches, TokenLoader):
-            return self.batches.step_size
+            return self.batches.step_size / self.state.dp_size
         return super().count_tokens(micro_batches)
 
     def train(self) -> TrainResult:
