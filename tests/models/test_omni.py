@@ -105,6 +105,15 @@ def test_text_generation_goes_to_the_sub_model(name):
     assert torch.equal(model.generate(**batch, thinker_max_new_tokens=3, do_sample=False, pad_token_id=0), expected)
 
 
+def test_generation_runs_the_hooks_of_the_model():
+    model, calls = build("qwen2_5_omni").eval(), []
+    model.register_forward_pre_hook(lambda *_: calls.append("model"))
+    model.thinker.register_forward_pre_hook(lambda *_: calls.append("thinker"))
+    model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert calls.count("model") == 2
+    assert "forward" not in vars(model.thinker)
+
+
 @names
 @pytest.mark.parametrize("asked", [{"return_audio": True}, {"generation_mode": "audio"}, {"talker_top_k": 5}])
 def test_audio_generation_raises(name, asked):

@@ -334,3 +334,20 @@ def test_demo_configuration_is_valid(tmp_path):
     assert "1 of 2 held-out questions are answered right" in page
     assert f"</p><b>{right}</b></div>" in page
     assert f"</p><s>Z</s> <b>{right}</b></div>" in page
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"data_parallel_mode": "fsdp2"}, {"fsdp": {"param_dtype": "bfloat16"}}],
+    ids=["one process", "fsdp2", "copies"],
+)
+def test_prompts_of_the_evaluation_with_audio(omni_settings, tmp_path, train, changes):
+    """The sub-model generates, and the hooks that gather or copy its parameters are those of the model around it."""
+    audio = str(write_wav(tmp_path / "tone.wav"))
+    omni_settings["train"] |= {"eval_steps": 2, "max_steps": 2, **changes}
+    prompts = [{"text": "Which tone?", "audios": [audio]}, "Which tone?"]
+    omni_settings["evaluation"] = {"prompts": prompts, "max_new_tokens": 3}
+    code, _, error = train()
+    assert code == 0, error
+    lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 2

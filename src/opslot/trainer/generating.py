@@ -157,17 +157,19 @@ def _encoding_in_forward(model: Any) -> Iterator[None]:
     from transformers import GenerationMixin
 
     from opslot.distributed.mixed_precision import has_copies
+    from opslot.slots.protocol import trained_model
 
-    own = getattr(type(model), _ENCODE_BEFORE, None)
+    part = trained_model(model)
+    own = getattr(type(part), _ENCODE_BEFORE, None)
     is_before = own is not None and own is getattr(GenerationMixin, _ENCODE_BEFORE, None)
     if not is_before or not (isinstance(model, FSDPModule) or has_copies(model)):
         yield
         return
-    model.__dict__[_ENCODE_BEFORE] = lambda model_kwargs: model_kwargs
+    part.__dict__[_ENCODE_BEFORE] = lambda model_kwargs: model_kwargs
     try:
         yield
     finally:
-        del model.__dict__[_ENCODE_BEFORE]
+        del part.__dict__[_ENCODE_BEFORE]
 
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:

@@ -7,10 +7,11 @@ forward and text generation are the sub-model's. Everything else reads the decla
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from opslot._base.errors import ConfigError
@@ -109,8 +110,35 @@ def _generating_text(generate: Any, declared: SubModel) -> Any:
                 hint="export the model with its speech parts and generate audio with Transformers' own class",
             )
         own = f"{declared.name}_"
-        return getattr(self, declared.name).generate(
-            *args, **{name.removeprefix(own): value for name, value in kwargs.items()}
-        )
+        part = getattr(self, declared.name)
+        with _forward_through(self, part):
+            return part.generate(*args, **{name.removeprefix(own): value for name, value in kwargs.items()})
 
     return text_generate
+
+
+@contextlib.contextmanager
+def _forward_through(model: Any, part: Any) -> Iterator[None]:
+    """Inside, a forward pass of the sub-model is one of the model, whose hooks gather parameters or take copies."""
+    own, is_inside = part.forward, False
+    replaced = vars(part).get("forward")
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_inside
+        if is_inside:
+            return own(*args, **kwargs)
+        is_inside = True
+        try:
+            return model(*args, **kwargs)
+        finally:
+            is_inside = False
+
+    part.forward = forward
+    try:
+        yield
+    finally:
+        if replaced is None:
+            del part.forward
+        else:
+            part.forward = replaced
