@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from opslot._base.errors import ConfigError, DataError
 from opslot.distributed import destroy_parallel_state
+from opslot.models._multimodal.parts import select
 from opslot.trainer.callbacks.writers import SAMPLES_FILE, read_lines, read_metrics
 from opslot.verify.tiny import tiny_config
 from tests.multimodal import draw, talk, write_model, write_samples
@@ -380,6 +381,15 @@ def test_unknown_part_raises(vlm_settings, tmp_path):
     vlm_settings["train"]["freeze"] = ["visoin"]
     with pytest.raises(ConfigError, match=r"'visoin' matches no parameter.*did you mean 'vision'"):
         trainer_of(vlm_settings, tmp_path)
+
+
+def test_part_that_the_model_lacks_is_not_suggested():
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    with pytest.raises(ConfigError, match="'visoin' matches no parameter") as error:
+        select(model, "visoin", "train.freeze")
+    assert "did you mean" not in str(error.value)
 
 
 def test_learning_rates_of_parts(vlm_settings, tmp_path):

@@ -65,11 +65,12 @@ def select(model: Any, pattern: str, field: str) -> list[str]:
         else [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
     )
     if not chosen:
-        near = difflib.get_close_matches(pattern, PARTS, 1)
+        present = [part for part in PARTS if parts[part]]
+        near = difflib.get_close_matches(pattern, present, 1)
         raise ConfigError(
             f"{field}: {pattern!r} matches no parameter of {type(model).__name__}"
             + (f" (did you mean {near[0]!r}?)" if near and pattern not in PARTS else ""),
-            found=f"the parts {', '.join(part for part in PARTS if parts[part])}",
+            found=f"the parts {', '.join(present)}",
             hint=f"name a part, or a glob such as {names[0].rpartition('.')[0]}.*",
         )
     return chosen
