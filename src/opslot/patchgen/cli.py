@@ -35,7 +35,7 @@ examples:
   patchgen --check --transformers 5.9.0 5.17.0 5.24.0
   patchgen mistral --fix                 accept what is there now, or add an architecture: write patchgen.lock
 
-exit status: 0 no problems, 1 a patch does not apply or upstream has drifted, 2 wrong use
+exit status: 0 no problems, 1 a patch does not apply, upstream has drifted or another error, 2 wrong options
 """
 
 
