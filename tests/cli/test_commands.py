@@ -47,6 +47,13 @@ def test_explain_a_model_type(capsys):
     assert "Qwen3MoeDecoderLayer.rms_norm x" in capsys.readouterr().out
 
 
+def test_explain_of_an_unknown_model_type_raises(capsys):
+    assert main(["explain", "qwen9"]) == 2
+    error = capsys.readouterr().err
+    assert "'qwen9' is neither a model's config, nor a YAML file, nor a model type" in error
+    assert "a model type such as qwen3" in error
+
+
 def test_explain_with_a_named_kernel(moe_config_folder, capsys):
     assert main(["explain", str(moe_config_folder), "--set", "rms_norm_implementation=eager"]) == 0
     assert "named by rms_norm_implementation" in capsys.readouterr().out

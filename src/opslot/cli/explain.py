@@ -9,6 +9,7 @@ from typing import Any
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot._base.hub import is_repo_id
 from opslot._base.pairs import pairs
 from opslot.models._registry import serve_model_type
 
@@ -16,7 +17,14 @@ from opslot.models._registry import serve_model_type
 def run(options: argparse.Namespace) -> int:
     """Print the table of the model that MODEL_OR_YAML names, or of a model type's default sizes; exit code 0."""
     arguments = model_arguments(options)
-    if not Path(options.model).exists() and serve_model_type(options.model):
+    if not Path(options.model).exists() and not is_repo_id(options.model):
+        if not serve_model_type(options.model):
+            raise ConfigError(
+                f"{options.model!r} is neither a model's config, nor a YAML file, nor a model type",
+                found="no such file or folder",
+                hint="give a folder with config.json, that file, a model of the Hugging Face hub as ORG/NAME, a YAML "
+                "file of opslot train, or a model type such as qwen3",
+            )
         from transformers import AutoConfig
 
         arguments["config_path"] = AutoConfig.for_model(options.model)
