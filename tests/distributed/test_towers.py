@@ -92,3 +92,20 @@ def test_language_model_that_embeds_the_tokens_itself(ranks):
     found[0]["loss"] += found[1]["loss"]
     assert worst_difference(found[0], expected) == ""
     assert any(grad.any() for key, grad in expected.items() if "vision" in key)
+
+
+def answers(changes):
+    state = init_parallel_state(device_type="cpu")
+    model, batches = build("llava", frozen=False)
+    inputs = {name: value for name, value in batches["image"].items() if name != "labels"}
+    if changes is not None:
+        opslot.parallelize(model, state, **changes)
+    with torch.no_grad():
+        return model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+
+
+@pytest.mark.parametrize("changes", [{"data_parallel_mode": "fsdp2"}, {"param_dtype": torch.float64}])
+def test_generation_from_an_image(ranks, changes):
+    """`generate` of Transformers 5.24 encodes images before the forward pass, which gathers or copies parameters."""
+    expected, found = (ranks.run(answers, given, timeout=60) for given in (None, changes))
+    assert found == expected

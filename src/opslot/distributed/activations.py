@@ -126,13 +126,13 @@ def keep_fsdp_from_checkpoints(model: nn.Module) -> None:
     the forward pass, and from torch 2.13 on a selective checkpoint raises for an op that it has not seen there.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            every: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
-            for hooks in every:
-                for key, hook in hooks.items():
-                    if getattr(hook, "__self__", None) is state:
-                        hooks[key] = functools.partial(_without_modes, hook)
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        tables: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+        for hooks in tables:
+            own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is state}
+            hooks.update({key: functools.partial(_without_modes, hook) for key, hook in own.items()})
 
 
 @torch.compiler.disable

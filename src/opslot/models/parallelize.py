@@ -28,7 +28,7 @@ from opslot.models._multimodal.host_inputs import (
     map_inputs_of_compiled_layers,
     reads_host_inputs,
 )
-from opslot.models._multimodal.modalities import alias_outputs, find_towers
+from opslot.models._multimodal.modalities import alias_outputs, encode_in_forward, find_towers
 from opslot.models._registry import architecture_of
 from opslot.models._sequence.ulysses import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
@@ -134,6 +134,8 @@ def parallelize(
     )
     if is_sharded:
         keep_inputs_from_fsdp(model)
+    if is_sharded or has_copies(model):
+        encode_in_forward(model)
     map_inputs_of_compiled_layers(model)
     if cuda_graphs:
         prepare_cuda_graphs(model)

@@ -220,10 +220,7 @@ class BaseTrainer(ABC):
         return [next(batches) for _ in range(self.accumulation_steps)]
 
     def count_tokens(self, micro_batches: list[dict[str, Any]]) -> float:
-        """This rank's share of the tokens of an optimizer step, padding included; ranks of one sequence have the same.
-
-        Batches that are padded to their longest sample have another length on each rank.
-        """
+        """This rank's share of the tokens of an optimizer step, padding included; equal on ranks of one sequence."""
         return sum(batch["input_ids"].numel() for batch in micro_batches)
 
     def default_callbacks(self) -> list[Callback]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,6 @@ from opslot.trainer.processors import load_processor, rope_positions
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-_ENCODE_BEFORE = "_prepare_multimodal_encoder_kwargs_for_generation"
 
 
 def generate_answers(
@@ -141,35 +138,8 @@ def _answer(
     options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **(sampling or {})}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ends = _end_tokens(model, tokenizer)
-    with _encoding_in_forward(model):
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=ends, **options)
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=ends, **options)
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-
-
-@contextlib.contextmanager
-def _encoding_in_forward(model: Any) -> Iterator[None]:
-    """Inside, a model that is trained in parallel or in mixed precision encodes images in its forward pass.
-
-    `generate` of Transformers 5.24 encodes them before it, where FSDP2 has not gathered the parameters, and models that
-    compute with copies of them hold the parameters themselves.
-    """
-    from torch.distributed.fsdp import FSDPModule
-    from transformers import GenerationMixin
-
-    from opslot.distributed.mixed_precision import has_copies
-    from opslot.slots.protocol import trained_model
-
-    part = trained_model(model)
-    own = getattr(type(part), _ENCODE_BEFORE, None)
-    is_before = own is not None and own is getattr(GenerationMixin, _ENCODE_BEFORE, None)
-    if not is_before or not (isinstance(model, FSDPModule) or has_copies(model)):
-        yield
-        return
-    part.__dict__[_ENCODE_BEFORE] = lambda model_kwargs: model_kwargs
-    try:
-        yield
-    finally:
-        del part.__dict__[_ENCODE_BEFORE]
 
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:

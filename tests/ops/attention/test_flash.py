@@ -60,7 +60,7 @@ def test_flash_attention_4_or_triton_has_the_contract_of_the_op(flash, monkeypat
     pytest.importorskip("triton")
     from opslot.ops.attention import by_call
 
-    # torch's check raises where there is no GPU.
+    # torch's check raises without a GPU.
     monkeypatch.setattr(by_call, "can_use_cudnn_attention", lambda params, debug: False)
     kernel = KERNEL_REGISTRY._make(KERNEL_REGISTRY.get("attention", "bidirectional", "flash_attention_4_or_triton"))
     q, k, v = tensors(length=1024, batch=1, dtype=torch.bfloat16)

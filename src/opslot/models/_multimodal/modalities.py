@@ -42,11 +42,14 @@ from opslot.models._multimodal.shared_images import (
     pooled_features,
     share_images,
 )
+from opslot.slots.protocol import trained_model
 
 # Methods that compute features of a modality.
 _INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
 _VIDEO_METHOD = "get_video_features"
 _METHODS = ("get_image_features", _VIDEO_METHOD, AUDIO_METHOD)
+# What `generate` calls to encode images and audio before the forward pass.
+_ENCODES_BEFORE = "_prepare_multimodal_encoder_kwargs_for_generation"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,24 @@ class Towers:
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
         reader_in(holder).register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+
+
+def encode_in_forward(model: Any) -> None:
+    """Let `generate` encode images and audio in the forward pass of a model that is sharded or computes with copies.
+
+    That of Transformers 5.24 encodes them before it, where FSDP2 has not gathered the parameters, and models that
+    compute with copies of them hold the parameters themselves.
+    """
+    from transformers import GenerationMixin
+
+    part = trained_model(transformers_model(model))
+    own = getattr(type(part), _ENCODES_BEFORE, None)
+    if own is not None and own is getattr(GenerationMixin, _ENCODES_BEFORE, None):
+        part.__dict__[_ENCODES_BEFORE] = _without_encoding
+
+
+def _without_encoding(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return model_kwargs
 
 
 def alias_outputs(model: nn.Module) -> None:

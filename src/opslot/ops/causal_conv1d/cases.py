@@ -10,6 +10,23 @@ from opslot.slots import InputCase
 from opslot.slots.random_inputs import randn
 
 
+def _filter(
+    shape: tuple[int, int],
+    bias: bool,
+    documents: list[int] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> dict[str, Any]:
+    """The arguments weight and, where given, bias and cu_seqlens; `documents` are lengths."""
+    arguments = {"weight": randn(shape, dtype, device, generator, 0.5)}
+    if bias:
+        arguments["bias"] = randn(shape[:1], dtype, device, generator)
+    if documents is not None:
+        arguments["cu_seqlens"] = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
+    return arguments
+
+
 def _case(
     name: str,
     shape: tuple[int, int, int, int],
@@ -24,16 +41,12 @@ def _case(
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         # By default [B, S, D] in memory, as the projection before it returns it.
         hidden_states = randn((batch, length, channels), dtype, device, generator).transpose(1, 2)
-        arguments: dict[str, Any] = {
-            "hidden_states": hidden_states if channels_last else hidden_states.contiguous(),
-            "weight": randn((channels, width), dtype, device, generator, 0.5),
+        hidden_states = hidden_states if channels_last else hidden_states.contiguous()
+        return {
+            "hidden_states": hidden_states,
+            **_filter((channels, width), bias, documents, dtype, device, generator),
             "activation": activation,
         }
-        if bias:
-            arguments["bias"] = randn((channels,), dtype, device, generator)
-        if documents is not None:
-            arguments["cu_seqlens"] = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
-        return arguments
 
     return InputCase(name, make, role)
 
@@ -64,15 +77,8 @@ def _gated_case(
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         projected = randn((batch, length, (4 if strided else 3) * channels), dtype, device, generator)
-        arguments: dict[str, Any] = {
-            "projected": projected[..., : 3 * channels],
-            "weight": randn((channels, width), dtype, device, generator, 0.5),
-        }
-        if bias:
-            arguments["bias"] = randn((channels,), dtype, device, generator)
-        if documents is not None:
-            arguments["cu_seqlens"] = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
-        return arguments
+        filters = _filter((channels, width), bias, documents, dtype, device, generator)
+        return {"projected": projected[..., : 3 * channels], **filters}
 
     return InputCase(name, make, role)
 

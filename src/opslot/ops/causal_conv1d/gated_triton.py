@@ -19,9 +19,9 @@ from torch import Tensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.arguments import are_given, reject, require_floats, zero
-from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.custom_op import differentiable_op, empty_gradients
 from opslot.ops._common.documents import check_cu_seqlens, one_row
-from opslot.ops.causal_conv1d.triton import document_positions
+from opslot.ops.causal_conv1d.triton import dense, document_positions, write_filter_gradients
 
 _LABEL = "causal_conv1d_implementation='triton'"
 _TAPS = 8
@@ -188,7 +188,7 @@ def _forward(out: Tensor, projected: Tensor, weight: Tensor, bias: Tensor | None
         (
             projected,
             weight.contiguous(),
-            None if bias is None else bias.contiguous(),
+            dense(bias),
             document_positions(cu_seqlens, length),
             out,
         ),
@@ -201,14 +201,10 @@ def _forward(out: Tensor, projected: Tensor, weight: Tensor, bias: Tensor | None
 
 def _allocate_gradients(
     dout: Tensor, projected: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """The gradient of `projected` is always computed."""
     need_filter = rest[-2] or rest[-1]
-    return (
-        projected.new_empty(projected.shape),
-        weight.new_empty(weight.shape) if need_filter else None,
-        bias.new_empty(bias.shape) if need_filter and bias is not None else None,
-    )
+    return empty_gradients((projected, weight, bias), (True, need_filter, need_filter))
 
 
 def _backward(
@@ -235,7 +231,7 @@ def _backward(
             dout,
             projected,
             weight.contiguous(),
-            None if bias is None else bias.contiguous(),
+            dense(bias),
             document_positions(cu_seqlens, length),
             dprojected,
             partial,
@@ -246,11 +242,7 @@ def _backward(
         _WARPS,
     )
     if partial is not None and dweight is not None:
-        total = partial.sum(0)
-        # By lag in memory, by tap in the filter.
-        dweight.copy_(total[:width].flip(0).T)
-        if dbias is not None:
-            dbias.copy_(total[width])
+        write_filter_gradients(partial.sum(0), dweight, dbias, width)
 
 
 _gated_causal_conv1d = differentiable_op(

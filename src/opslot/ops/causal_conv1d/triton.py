@@ -276,8 +276,16 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
 
 
-def _dense(bias: Tensor | None) -> Tensor | None:
+def dense(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
+
+
+def write_filter_gradients(sums: Tensor, dweight: Tensor, dbias: Tensor | None, bias_row: int) -> None:
+    """From sums over tokens [rows, D] with a row for each lag, and one for the bias."""
+    # By lag in memory, by tap in the filter.
+    dweight.copy_(sums[: dweight.shape[1]].flip(0).T)
+    if dbias is not None:
+        dbias.copy_(sums[bias_row])
 
 
 def document_positions(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
@@ -307,7 +315,7 @@ def _forward(
     plan = forward_plan(length, channels)
     _launch_forward(
         (cdiv(channels, plan.columns), cdiv(length, plan.span), batch),
-        (x, weight.contiguous(), _dense(bias), document_positions(cu_seqlens, length), out),
+        (x, weight.contiguous(), dense(bias), document_positions(cu_seqlens, length), out),
         (x.stride(0), x.stride(1)),
         (length,),
         (channels, weight.shape[1], silu, *are_given(bias, cu_seqlens), *plan.tile),
@@ -350,18 +358,14 @@ def _backward(
     partial = None if dweight is None else x.new_empty((batch * spans, 5, channels), dtype=torch.float32)
     _launch_backward(
         (cdiv(channels, plan.columns), spans, batch),
-        (dout, x, weight.contiguous(), _dense(bias), document_positions(cu_seqlens, length), dx, partial),
+        (dout, x, weight.contiguous(), dense(bias), document_positions(cu_seqlens, length), dx, partial),
         (dout.stride(0), dout.stride(1), x.stride(0), x.stride(1)),
         (length,),
         (channels, width, silu, *are_given(bias, cu_seqlens, dweight), *plan.tile),
         plan.warps,
     )
     if partial is not None and dweight is not None:
-        total = partial.sum(0)
-        # By lag in memory, by tap in the filter.
-        dweight.copy_(total[:width].flip(0).T)
-        if dbias is not None:
-            dbias.copy_(total[4])
+        write_filter_gradients(partial.sum(0), dweight, dbias, _TAPS)
 
 
 _causal_conv1d = differentiable_op(
