@@ -98,19 +98,48 @@ def test_other_specializations_are_compiled_separately(kernel, change):
 @pytest.mark.parametrize(
     ("tensors", "strides", "scalars"),
     [
-        (lambda x: (x[1:],), (16,), ()),
-        (lambda x: ((x, x[1:]),), (16,), ()),
-        (lambda x: (x,), (24,), ()),
-        (lambda x: (x,), (2**31,), ()),
+        (lambda x: (x[1:],), (16,), (7,)),
+        (lambda x: ((x, x[1:]),), (16,), (7,)),
+        (lambda x: ((x[1:], x),), (16,), (7,)),
+        (lambda x: (x,), (24,), (7,)),
+        (lambda x: (x,), (1,), (7,)),
+        (lambda x: (x,), (2**31,), (7,)),
         (lambda x: (x,), (16,), (2**31,)),
     ],
-    ids=["address", "one of a tuple", "stride", "wide stride", "wide scalar"],
+    ids=["address", "second of a tuple", "first of a tuple", "stride", "stride of 1", "wide stride", "wide scalar"],
 )
-def test_unsupported_specializations_use_the_triton_launcher(kernel, tensors, strides, scalars):
+def test_kernels_are_cached_for_each_specialization_of_triton(kernel, tensors, strides, scalars):
     launch = KernelLauncher(kernel)
     x = torch.zeros(32)
+    aligned = (GRID, (x,), (16,), (7,), (1,), 4)
+    special = (GRID, tensors(x), strides, scalars, (1,), 4)
+    launch(*aligned)
+    launch(*special)
+    assert (len(kernel.slow), len(kernel.direct)) == (2, 0)
+    launch(*special)
+    assert (len(kernel.slow), len(kernel.direct)) == (2, 1)
+
+
+def test_specializations_of_one_argument_are_told_apart(kernel):
+    launch = KernelLauncher(kernel)
+    x = torch.zeros(64)
+    calls = [
+        (GRID, (x[1:], y), strides, (scalar,), (1,), 4)
+        for y in (x, x[1:])
+        for strides in ((1, 16), (16, 1), (17, 16), (16, 17), (2**31, 16), (2**31 + 1, 16))
+        for scalar in (7, 2**31)
+    ]
     for _ in range(2):
-        launch(GRID, tensors(x), strides, scalars, (1,), 4)
+        for call in calls:
+            launch(*call)
+    assert (len(kernel.slow), len(kernel.direct)) == (24, 24)
+
+
+def test_amd_gpus_launch_through_triton(kernel, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    launch, x = KernelLauncher(kernel), torch.zeros(16)
+    for _ in range(2):
+        launch(GRID, (x,), (16,), (), (1,), 4)
     assert (len(kernel.slow), len(kernel.direct)) == (2, 0)
 
 

@@ -76,8 +76,9 @@ class KernelLauncher:
     """Launches a Triton kernel, and reuses the compiled kernel without Triton's lookup.
 
     `kernel[grid](...)` looks up the compiled kernel on every call, which takes 20 us on the host of an H200; steps of
-    small models are bound by this. Compiled kernels are cached by device, dtypes and constants if all pointers and
-    strides are divisible by 16. Other calls go through Triton, as do all calls while a profiler has hooks on launches.
+    small models are bound by this. Compiled kernels are cached by device, dtypes, constants, and what Triton specializes
+    on. All calls go through Triton while a profiler has hooks on launches, and on AMD GPUs, where Triton specializes on
+    tensors of less than 2 GiB as well.
 
     The kernel's parameters are in this order: pointers, strides, scalars that are not specialized on, constants.
     """
@@ -152,15 +153,14 @@ class KernelLauncher:
         for scalar in scalars:
             if type(scalar) is int:
                 sizes |= scalar
-        # Triton specializes on divisibility by 16, and passes integers of 2^31 and above as 64 bits.
-        compiled = key = None
-        if not (bits & 15 or sizes >> 31):
-            key = (index, warps, constants, *dtypes)
-            compiled = self._compiled.get(key)
-        if compiled is None or self._has_hooks():
-            found = self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps, **self._options)
-            if key is not None:
-                self._compiled[key] = found
+        key: tuple[Any, ...] = (index, warps, constants, *dtypes)
+        if bits & 15 or sizes >> 31:
+            key += _specialization(addresses, strides, scalars)
+        compiled = self._compiled.get(key)
+        if compiled is None or torch.version.hip or self._has_hooks():
+            self._compiled[key] = self._kernel[grid](
+                *tensors, *strides, *scalars, *constants, num_warps=warps, **self._options
+            )
             return
         # Addresses: for each tensor, Triton would query the CUDA driver about its memory. No metadata and hooks.
         compiled.run(
@@ -194,6 +194,23 @@ class KernelLauncher:
         raise KernelError(
             f"the Triton kernel of {op} cannot take {name}: {found}", hint=f"move it, or set {op} to eager"
         )
+
+
+def _specialization(
+    addresses: list[int | tuple[int, ...] | None], strides: tuple[int, ...], scalars: tuple[float, ...]
+) -> tuple[Any, ...]:
+    """What Triton specializes on where a pointer or stride is not divisible by 16, or an integer is 2^31 or more.
+
+    These are the divisibility of each pointer and stride, strides of 1, which are constants, and integers of 64 bits.
+    """
+    return (
+        *[
+            tuple([one & 15 == 0 for one in address]) if isinstance(address, tuple) else (address or 0) & 15 == 0
+            for address in addresses
+        ],
+        *[1 if stride == 1 else (stride & 15 == 0, stride >> 31 == 0) for stride in strides],
+        *[scalar >> 31 == 0 for scalar in scalars if type(scalar) is int],
+    )
 
 
 def _on_one_cpu_or_gpu(tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> bool:
