@@ -261,13 +261,14 @@ def test_norms_of_several_heads_stay_eager():
 def test_kernel_with_a_priority_is_listed_and_bound_under_auto():
     """As any other op; without a priority of any kernel, `auto` leaves the modules out."""
     model = net()
-    spec = KERNEL_REGISTRY.get("layer_norm", "standard", "triton")
+    specs = [KERNEL_REGISTRY.get("layer_norm", "standard", name) for name in ("triton", "triton_or_torch")]
 
-    def set_priority(priority, **changes):
-        KERNEL_REGISTRY.register(dataclasses.replace(spec, priority=priority, **changes), replace=True)
+    def set_priority(priority, *of, **changes):
+        for spec in of or specs[:1]:
+            KERNEL_REGISTRY.register(dataclasses.replace(spec, priority=priority, **changes), replace=True)
 
     try:
-        set_priority(None)
+        set_priority(None, *specs)
         opslot.bind(model, "auto")
         assert listed(model) == {}
         set_priority(90, interpretable=False, hardware=opslot.HardwareRequirement("any"))
@@ -277,7 +278,8 @@ def test_kernel_with_a_priority_is_listed_and_bound_under_auto():
         opslot.bind(model, "auto", device="cpu")
         assert listed(model) == {"norm": "eager", "other": "eager"}
     finally:
-        KERNEL_REGISTRY.register(spec, replace=True)
+        for spec in specs:
+            KERNEL_REGISTRY.register(spec, replace=True)
 
 
 @pytest.mark.gpu

@@ -423,7 +423,7 @@ def test_kernel_for_other_hardware_raises_with_alternatives(name):
     ("device", "dtype", "expected"),
     [
         (CPU, torch.float32, "torch_fused"),
-        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "triton"),
+        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "triton_or_torch"),
         (DeviceFacts("gpu", (7, 5)), torch.float16, "eager"),
     ],
 )

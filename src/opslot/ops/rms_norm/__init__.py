@@ -36,6 +36,14 @@ def _multiple_of_8(request: KernelRequest) -> str | None:
 _WEIGHTED = ("standard", "weight_offset", "cast_after_weight")
 KERNEL_REGISTRY.register_op(OP)
 add_triton_kernel(OP, priority={H200: 80}, description="one pass each way, deterministic")
+add_triton_kernel(
+    OP,
+    ("standard", "cast_after_weight", "fused_add", "fused_add_cast_after_weight"),
+    name="triton_or_torch",
+    factory="by_size:{variant}",
+    priority={H200: 85},
+    description="torch's rms_norm for few tokens, which takes less time on the host",
+)
 # A separate name that guarantees the property; `triton` also has it.
 add_triton_kernel(OP, name="batch_invariant", description="triton, batch-invariant")
 add_liger_kernel(OP, _WEIGHTED, priority={H200: 60}, description="Liger-Kernel, not in place")
