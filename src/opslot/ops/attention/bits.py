@@ -17,12 +17,6 @@ def _words(keys: int) -> int:
     return -(-keys // 32)
 
 
-def _allocate_intervals(
-    like: Tensor, cu_seqlens: Tensor | None, batch: int, queries: int, keys: int, *options: object
-) -> Tensor:
-    return like.new_empty(2, 1 if cu_seqlens is None else batch, queries, dtype=torch.int32)
-
-
 def _run_intervals(out: Tensor, like: Tensor, *arguments: Any) -> None:
     cu_seqlens, batch, queries, keys, causal, window = arguments
     if not runs_triton(like):
@@ -63,7 +57,9 @@ def eager_intervals(
 visible_intervals = launch_op(
     "visible_intervals(Tensor like, Tensor? cu_seqlens, SymInt batch, SymInt queries, SymInt keys, bool causal,"
     " SymInt? window) -> Tensor",
-    _allocate_intervals,
+    lambda like, cu_seqlens, batch, queries, *_: like.new_empty(
+        2, 1 if cu_seqlens is None else batch, queries, dtype=torch.int32
+    ),
     _run_intervals,
 )
 
@@ -99,10 +95,6 @@ def select(scores: Tensor, top: int) -> Tensor:
     return _select(scores, top)
 
 
-def _allocate_expanded(pool_bits: Tensor, pools: Tensor, seen: Tensor, tail: Tensor | None) -> Tensor:
-    return pool_bits.new_empty(*pool_bits.shape[:3], _words(pools.shape[1]))
-
-
 def _run_expand(bits: Tensor, pool_bits: Tensor, pools: Tensor, seen: Tensor, tail: Tensor | None) -> None:
     if not runs_triton(pool_bits):
         bits.copy_(eager_expand_pools(pool_bits, pools, seen, tail))
@@ -133,6 +125,6 @@ def eager_expand_pools(pool_bits: Tensor, pools: Tensor, seen: Tensor, tail: Ten
 
 expand_pools = launch_op(
     "expand_pools(Tensor pool_bits, Tensor pools, Tensor seen, Tensor? tail) -> Tensor",
-    _allocate_expanded,
+    lambda pool_bits, pools, *_: pool_bits.new_empty(*pool_bits.shape[:3], _words(pools.shape[1])),
     _run_expand,
 )

@@ -174,10 +174,6 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
-def _allocate(projected: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    return projected.new_empty(*projected.shape[:2], weight.shape[0])
-
-
 def _forward(out: Tensor, projected: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if out.numel() == 0:
         return
@@ -247,7 +243,7 @@ def _backward(
 
 _gated_causal_conv1d = differentiable_op(
     "gated_causal_conv1d(Tensor projected, Tensor weight, Tensor? bias, Tensor? cu_seqlens) -> Tensor",
-    allocate=_allocate,
+    allocate=lambda projected, weight, *_: projected.new_empty(*projected.shape[:2], weight.shape[0]),
     launch=_forward,
     allocate_gradients=_allocate_gradients,
     launch_backward=_backward,

@@ -155,10 +155,6 @@ def _scores_kernel(
 _launch = KernelLauncher(_scores_kernel)
 
 
-def _allocate(query: Tensor, key: Tensor, *options: object) -> Tensor:
-    return query.new_empty(*query.shape[:2], key.shape[1], dtype=torch.float32)
-
-
 def layout(query: Tensor, key: Tensor) -> tuple[tuple[int, ...], int, int]:
     """The strides of queries and keys, the number that divides them, and the columns of their tiles."""
     strides = (*query.stride()[:3], *key.stride()[:2])
@@ -194,5 +190,7 @@ def _run(out: Tensor, query: Tensor, key: Tensor, weights: Tensor, visible: Tens
 
 
 _scores = launch_op(
-    "indexer_scores(Tensor query, Tensor key, Tensor weights, Tensor? visible, float scale) -> Tensor", _allocate, _run
+    "indexer_scores(Tensor query, Tensor key, Tensor weights, Tensor? visible, float scale) -> Tensor",
+    lambda query, key, *_: query.new_empty(*query.shape[:2], key.shape[1], dtype=torch.float32),
+    _run,
 )

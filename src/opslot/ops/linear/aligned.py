@@ -52,10 +52,6 @@ def padded_weight(weight: Tensor) -> Tensor:
     return F.pad(weight, [side for size in missing for side in (0, size)]) if any(missing) else weight
 
 
-def _allocate(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return empty_rows(input, *input.shape[:-1], len(weight))
-
-
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = F.linear(with_padding(input), padded_weight(weight), None if bias is None else padded_weight(bias))
     with no_view():
@@ -88,7 +84,7 @@ def _backward(
 
 _linear: Any = differentiable_op(
     "aligned_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
-    allocate=_allocate,
+    allocate=lambda input, weight, bias: empty_rows(input, *input.shape[:-1], len(weight)),
     launch=_forward,
     allocate_gradients=_allocate_gradients,
     launch_backward=_backward,

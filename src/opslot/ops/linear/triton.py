@@ -33,14 +33,6 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _allocate(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return input.new_empty(*input.shape[:-1], weight.shape[0])
-
-
-def _run(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    linear_into(_rows(out), _rows(input), weight, bias)
-
-
 def _run_backward(
     gradients: tuple[Tensor | None, ...],
     dout: Tensor,
@@ -61,7 +53,7 @@ def _run_backward(
 
 _linear = differentiable_op(
     "batch_invariant_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
-    allocate=_allocate,
-    launch=_run,
+    allocate=lambda input, weight, bias: input.new_empty(*input.shape[:-1], weight.shape[0]),
+    launch=lambda out, input, weight, bias: linear_into(_rows(out), _rows(input), weight, bias),
     launch_backward=_run_backward,
 )

@@ -286,24 +286,12 @@ def _run_backward(
         sum_partials(partial, dweight)
 
 
-def _allocate(
-    x: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    eps: float,
-    weight_offset: bool,
-    cast_after_weight: bool,
-    groups: int,
-    gate_before: bool,
-    sigmoid: bool,
-) -> Tensor:
-    return _dense(x, _out_dtype(x, weight, cast_after_weight or (gate is not None and not gate_before)))
-
-
 _norm = differentiable_op(
     "rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool weight_offset, bool cast_after_weight,"
     " SymInt groups, bool gate_before, bool sigmoid) -> Tensor",
-    allocate=_allocate,
+    allocate=lambda x, weight, gate, eps, weight_offset, cast_after_weight, groups, gate_before, sigmoid: _dense(
+        x, _out_dtype(x, weight, cast_after_weight or (gate is not None and not gate_before))
+    ),
     launch=_run_forward,
     launch_backward=_run_backward,
 )
@@ -318,44 +306,22 @@ def _allocate_fused_add(
     return _dense(x, _out_dtype(total, weight, cast_after_weight)), total
 
 
-def _fused_add_forward(
-    outputs: tuple[Tensor, Tensor],
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    weight_offset: bool,
-    cast_after_weight: bool,
-) -> None:
-    out, total = outputs
-    _run_forward(out, x, weight, None, eps, weight_offset, cast_after_weight, residual=residual, total=total)
-
-
-def _fused_add_backward(
-    gradients: tuple[Tensor | None, ...],
-    dout: Tensor,
-    dsum: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    eps: float,
-    weight_offset: bool,
-    *_: bool,
-) -> None:
-    _run_backward((*gradients, None), dout, total, weight, None, eps, weight_offset, dsum=dsum)
-
-
 _fused_add_op = launch_op(
     "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool weight_offset,"
     " bool cast_after_weight) -> (Tensor, Tensor)",
     _allocate_fused_add,
-    _fused_add_forward,
+    lambda outputs, x, residual, weight, eps, weight_offset, cast_after_weight: _run_forward(
+        outputs[0], x, weight, None, eps, weight_offset, cast_after_weight, residual=residual, total=outputs[1]
+    ),
 )
 _fused_add_backward_op = launch_op(
     "fused_add_rms_norm_backward(Tensor dout, Tensor? dsum, Tensor total, Tensor weight, float eps,"
     " bool weight_offset, bool need_x, bool need_weight) -> (Tensor, Tensor)",
     # The gradients of the sum, which both terms share, and of the weight.
     lambda dout, dsum, total, weight, *rest: empty_gradients((total, weight), rest[-2:]),
-    _fused_add_backward,
+    lambda gradients, dout, dsum, total, weight, eps, weight_offset, *_: _run_backward(
+        (*gradients, None), dout, total, weight, None, eps, weight_offset, dsum=dsum
+    ),
 )
 
 

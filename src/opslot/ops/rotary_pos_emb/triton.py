@@ -23,16 +23,10 @@ def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return out if out.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _allocate(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype, *options: Any
-) -> tuple[Tensor, Tensor | None]:
-    return empty_like(q, dtype), None if k is None else empty_like(k, dtype)
-
-
 _rotary = launch_op(
     "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, int rotary, bool interleaved_in,"
     " bool interleaved_out, bool last, bool inverse) -> (Tensor, Tensor)",
-    _allocate,
+    lambda q, k, cos, sin, dtype, *_: (empty_like(q, dtype), None if k is None else empty_like(k, dtype)),
     launch_rotation,
 )
 

@@ -139,10 +139,6 @@ def _launch_backward(
                 zero_padding(gradient)
 
 
-def _allocate(gate: Tensor, up: Tensor, *_: Any) -> Tensor:
-    return empty_rows_like(gate, torch.promote_types(gate.dtype, up.dtype))
-
-
 def _allocate_gradients(dout: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     need_gate, need_up = rest[-2:]
     return empty_rows_like(gate) if need_gate else None, empty_rows_like(up) if need_up else None
@@ -161,7 +157,7 @@ def _launch_fused_backward(dgate_up: Tensor, dout: Tensor, gate_up: Tensor, acti
 _swiglu, _clamped = (
     differentiable_op(
         f"{schema} -> Tensor",
-        allocate=_allocate,
+        allocate=lambda gate, up, *_: empty_rows_like(gate, torch.promote_types(gate.dtype, up.dtype)),
         launch=_launch,
         allocate_gradients=_allocate_gradients,
         launch_backward=_launch_backward,
