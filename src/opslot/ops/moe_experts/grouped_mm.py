@@ -133,11 +133,8 @@ def _gemm_for(x: Tensor, experts: Experts) -> GroupedGemm:
     return _torch_gemm if torch.cuda.get_device_capability(x.device) >= (8, 0) else _looped_gemm
 
 
-_grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
-
-
 def _torch_gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return _grouped(left, right, offs=ends)
+    return F.grouped_mm(left, right, offs=ends)
 
 
 # Read once in forward and once in backward: on a GPU each time is a synchronization.
