@@ -335,10 +335,6 @@ def _detach(model: Any, state: _Attached) -> None:
             config._attn_implementation_internal = state.previous
 
 
-def _runs(model: Any) -> str | None:
-    return model.config._attn_implementation
-
-
 def _variant(name: str, description: str) -> OpVariant:
     compressed = name == "compressed"
     return OpVariant(
@@ -370,5 +366,5 @@ OP = OpSpec(
     attach=_attach,
     detach=_detach,
     keeps=_keeps,
-    runs=_runs,
+    runs=lambda model: model.config._attn_implementation,
 )

@@ -28,7 +28,7 @@ from opslot.ops.hyper_connection.cases import (
     collapse_benchmark_case,
     mix_benchmark_case,
 )
-from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
+from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
 
 def sinkhorn(
@@ -126,10 +126,6 @@ def _collapsed(pre: Tensor, streams: Tensor) -> Tensor:
     return (pre.unsqueeze(-1) * streams).sum(-2).to(streams.dtype)
 
 
-def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    return sizes_of(request.config, streams="hc_mult", hidden_size="hidden_size")
-
-
 def _collapse_cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads the streams and writes one; backward reads the streams and a gradient and writes theirs."""
     streams, fn = arguments["streams"], arguments["fn"]
@@ -159,7 +155,7 @@ def _variant(
         cases,
         differentiable,
         cost,
-        static_shape=_static_shape,
+        static_shape=lambda request: sizes_of(request.config, streams="hc_mult", hidden_size="hidden_size"),
         benchmark_case=benchmark_case,
         description=description,
     )

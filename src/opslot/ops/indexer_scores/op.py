@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opslot.ops._common.model_config import sizes_of
 from opslot.ops.indexer_scores.cases import BLOCK_CASES, CASES, benchmark_case
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
+from opslot.slots import Cost, OpSpec, OpVariant
 
 
 def standard(query: Tensor, key: Tensor, weights: Tensor, scale: float = 1.0, visible: Tensor | None = None) -> Tensor:
@@ -72,10 +72,6 @@ def block_max(query: Tensor, key: Tensor, blocks: Tensor, visible: Tensor) -> Te
         return found.scatter_reduce_(-1, index, head_scores, "amax")
 
 
-def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    return sizes_of(request.config, heads="index_n_heads", head_dim="index_head_dim")
-
-
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Writes the scores; one matmul of each head, over half of the keys where these are limited."""
     query, keys = arguments["query"], arguments["key"].shape[1]
@@ -103,7 +99,7 @@ OP = OpSpec(
             CASES,
             (),
             _cost,
-            static_shape=_static_shape,
+            static_shape=lambda request: sizes_of(request.config, heads="index_n_heads", head_dim="index_head_dim"),
             benchmark_case=benchmark_case,
             description="weighted sum of relu(q k) over index heads (DeepSeek-V3.2 and V4, GLM-5, Qwen4)",
         ),

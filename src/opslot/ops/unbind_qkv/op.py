@@ -36,10 +36,6 @@ def _grouped_shape(request: KernelRequest) -> Mapping[str, int] | None:
     return None if heads is None or others is None else heads | others
 
 
-def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    return sizes_of(request.module, heads="num_heads", head_dim="head_dim")
-
-
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Backward reads three gradients and writes them."""
     qkv = arguments["qkv"]
@@ -56,7 +52,7 @@ OP = OpSpec(
             CASES,
             ("qkv",),
             _cost,
-            static_shape=_static_shape,
+            static_shape=lambda request: sizes_of(request.module, heads="num_heads", head_dim="head_dim"),
             benchmark_case=benchmark_case,
             description="views, and one tensor of their gradients",
         ),
