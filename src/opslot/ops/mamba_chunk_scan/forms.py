@@ -251,18 +251,18 @@ def _write_mixer(module: ModuleView, name: str, limit: str, patch: PatchConfig) 
     arguments = f"hidden_states, cache_params, attention_mask, {documents}"
     mixer = f"mixer_by_document(self, {bound}, self.{_MIXER}, _opslot_mamba2_with_kernels, {arguments})"
     patch.replace(forward, _MIXER_CALL, mixer, slot=_SLOT)
-    _add_mixer(patch, _with_kernels(module, method, limit))
-    pass_documents_to(module, patch, name)
-    pass_documents(module, patch)
-    patch.depends_on(module.upstream.name, method)
+    _add_mixer(module, patch, method, _with_kernels(module, method, limit))
 
 
-def _add_mixer(patch: PatchConfig, function: str) -> None:
-    """Add a mixer's function with kernels, and what it and the mixer call, to the generated module."""
+def _add_mixer(module: ModuleView, patch: PatchConfig, method: str, function: str) -> None:
+    """Add the function with kernels of a mixer's method, and pass the boundaries of documents to the mixer."""
     add_imports(patch, _CALLS, "mixer_by_document")
     add_imports(patch, "opslot.ops.causal_conv1d.calls", "mixer_conv")
     if function not in patch.helpers:
         patch.add_helper(function)
+    pass_documents_to(module, patch, method.partition(".")[0])
+    pass_documents(module, patch)
+    patch.depends_on(module.upstream.name, method)
 
 
 def _with_kernels(module: ModuleView, method: str, limit: str) -> str:
@@ -318,10 +318,7 @@ def _write_slow_mixer(module: ModuleView, name: str, patch: PatchConfig) -> None
     patch.replace(forward, f"self.{_SLOW_MIXER}({arguments})", mixer, slot=_PER_CHANNEL)
     fast = f"if {bound} is None and {documents} is None:\n    $match"
     patch.replace(forward, f"return self.cuda_kernels_forward({arguments})", fast)
-    _add_mixer(patch, _slow_mixer_with_kernels(module, method))
-    pass_documents_to(module, patch, name)
-    pass_documents(module, patch)
-    patch.depends_on(module.upstream.name, method)
+    _add_mixer(module, patch, method, _slow_mixer_with_kernels(module, method))
 
 
 def _slow_mixer_with_kernels(module: ModuleView, method: str) -> str:
