@@ -91,10 +91,18 @@ def add_liger_kernel(op: OpSpec, variants: Iterable[str], **options: Any) -> Non
     add_gpu_kernel(op, "liger_kernel", "liger:{variant}", (LIGER, TRITON), variants, portable=True, **options)
 
 
-def add_npu_kernel(op: OpSpec, variants: Iterable[str] | None = None, **options: Any) -> None:
-    """The functions of the op's npu.py."""
+def add_npu_kernel(
+    op: OpSpec,
+    variants: Iterable[str] | None = None,
+    *,
+    name: str = "npu",
+    factory: str = "npu:{variant}",
+    dtypes: frozenset[torch.dtype] = FLOATS,
+    **options: Any,
+) -> None:
+    """`add_kernel` for Ascend NPUs."""
     npu = HardwareRequirement("npu")
-    add_kernel(op, "npu", "npu:{variant}", variants, hardware=npu, requires=("torch_npu",), dtypes=FLOATS, **options)
+    add_kernel(op, name, factory, variants, hardware=npu, requires=("torch_npu",), dtypes=dtypes, **options)
 
 
 def add_torch_kernel(op: OpSpec, variants: Iterable[str], **options: Any) -> None:

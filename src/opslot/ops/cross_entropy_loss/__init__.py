@@ -60,7 +60,7 @@ add_kernel(
     description="plain torch, chunk by chunk, never the full logits",
 )
 # Not measured, so `auto` never selects it.
-add_npu_kernel(OP, description="chunk_loss on Ascend")
+add_npu_kernel(OP, factory="chunk_loss:{variant}", description="chunk_loss on Ascend")
 # 93 ms, eager 57: it needs a float32 accumulator to be accurate, which each of 64 chunks reads and writes.
 add_liger_kernel(
     OP,

@@ -17,11 +17,12 @@ from opslot.ops._common.specs import (
     TRITON,
     add_gpu_kernel,
     add_kernel,
+    add_npu_kernel,
     add_triton_kernel,
     priority_in_16_bits,
 )
 from opslot.ops.moe_experts.op import OP
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest
+from opslot.slots import KERNEL_REGISTRY, KernelRequest
 from opslot.slots.protocol import is_adapted
 
 # The others compute the same GEMMs from other layouts, and have their priorities without a measurement.
@@ -41,11 +42,9 @@ def _grouped_mm_on_cpu(request: KernelRequest) -> int | None:
 def _multiples_of_8(request: KernelRequest) -> str | None:
     down = getattr(request.module, "down_proj", None)
     widths = tuple(down.shape[1:]) if down is not None else ()
-    return (
-        f"requires hidden and intermediate sizes that are multiples of 8, found {widths}"
-        if any(w % 8 for w in widths)
-        else None
-    )
+    if any(width % 8 for width in widths):
+        return f"requires hidden and intermediate sizes that are multiples of 8, found {widths}"
+    return None
 
 
 def _quack_priority(request: KernelRequest) -> int:
@@ -103,13 +102,10 @@ for _variant in OP.variants:
         priority={_gpu(_variant): priority_in_16_bits},
         description="grouped Triton GEMMs with gating and routing weights in their epilogues",
     )
-add_kernel(
+add_npu_kernel(
     OP,
-    "fused_npu",
-    "npu:{variant}",
     ["standard"],
-    hardware=HardwareRequirement("npu"),
-    requires=("torch_npu",),
+    name="fused_npu",
     dtypes=HALF_FLOATS,
     priority={"npu": 80},
     description="grouped_mm on Ascend's grouped GEMMs",
