@@ -96,28 +96,7 @@ def parallelize(
         _check_cuda_graphs(model, state, is_sharded, options)
         options |= {"compile": True, "compile_mode": "reduce-overhead"}
     head = _separate_head(model) if is_sharded else None
-    if (bound := binding_of(model)) is not None:
-        root, binding = bound
-        mark_adapted_experts(root)
-        dtype = options.get("param_dtype") or binding.dtype
-        device = state.device if state.mesh is not None else _runs_on(root, binding)
-        binding = resolve(root, binding.config, device=device, dtype=dtype)
-        if state.ep > 1:
-            _check_experts(model, state, plan)
-            _remove_unread_experts(model)
-        if state.sp > 1:
-            prepare_ulysses(root, binding, state, ulysses_overlap)
-        binding = _parallel_binding(root, binding, state, ulysses_pipeline, ulysses_overlap)
-        if is_sharded:
-            # FSDP gathers the weight of the head in its forward.
-            in_head = Wrapper("in the head's FSDP group", _loss_in_head)
-            binding = binding.with_wrapper(in_head, lambda slot: slot.resolution.op_name == "cross_entropy_loss")
-        write(root, binding)
-    elif state.sp > 1 or state.ep > 1:
-        raise ConfigError(
-            f"{type(model).__name__} has no kernels bound, which sp={state.sp} and ep={state.ep} need",
-            hint="build it with opslot.build_foundation_model, or call opslot.apply first",
-        )
+    _bind_parallel(model, state, plan, is_sharded, ulysses_pipeline, ulysses_overlap, dtype=options.get("param_dtype"))
     if state.sp == 1 and state.world_size > 1:
         model.register_forward_pre_hook(_warn_of_local_means, with_kwargs=True)
     # Ranks that hold all parameters run different towers, unless ranks of a sequence encode each other's images.
@@ -165,14 +144,43 @@ def _check_cuda_graphs(model: Any, state: ParallelState, is_sharded: bool, optio
         )
 
 
-def _parallel_binding(root: Any, binding: Binding, state: ParallelState, pipeline: int, overlap: bool) -> Binding:
-    """The binding of `root` with what `state`, adapters and quantization apply to its kernels, innermost first."""
+def _bind_parallel(
+    model: Any,
+    state: ParallelState,
+    plan: ParallelPlan | None,
+    is_sharded: bool,
+    pipeline: int,
+    overlap: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    """Select kernels again for parameters in `dtype`, and wrap them in parallelism, adapters and quantization."""
+    bound = binding_of(model)
+    if bound is None:
+        if state.sp > 1 or state.ep > 1:
+            raise ConfigError(
+                f"{type(model).__name__} has no kernels bound, which sp={state.sp} and ep={state.ep} need",
+                hint="build it with opslot.build_foundation_model, or call opslot.apply first",
+            )
+        return
+    root, binding = bound
+    mark_adapted_experts(root)
+    device = state.device if state.mesh is not None else _runs_on(root, binding)
+    binding = resolve(root, binding.config, device=device, dtype=dtype or binding.dtype)
+    # Wrappers are added innermost first.
     if state.ep > 1:
+        _check_experts(model, state, plan)
+        _remove_unread_experts(model)
         binding = with_expert_parallel(binding, state)
     if state.sp > 1:
+        prepare_ulysses(root, binding, state, overlap)
         binding = with_ulysses(root, binding, pipeline, overlap)
     fuse_linear_adapters(root, binding.config)
-    return with_quantized_experts(with_expert_adapters(binding, root), root)
+    binding = with_quantized_experts(with_expert_adapters(binding, root), root)
+    if is_sharded:
+        # FSDP gathers the weight of the head in its forward.
+        in_head = Wrapper("in the head's FSDP group", _loss_in_head)
+        binding = binding.with_wrapper(in_head, lambda slot: slot.resolution.op_name == "cross_entropy_loss")
+    write(root, binding)
 
 
 def _runs_on(model: nn.Module, binding: Binding) -> torch.device | str:
