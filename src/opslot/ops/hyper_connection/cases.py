@@ -20,15 +20,15 @@ def _collapse_case(
     parts: int,
     role: str = "check",
     *,
-    parameter_dtype: torch.dtype | None = None,
+    same_dtype: bool = False,
     **options: Any,
 ) -> InputCase:
-    """Streams [B, S, N, D], and parameters in float32 as the models keep them, or in the dtype of the streams."""
+    """Streams [B, S, N, D], and parameters in float32, as the models keep them, or in the `same_dtype` as streams."""
     count, width = shape[-2:]
     rows = count * (2 + count if parts == _SINKHORN else parts)
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        kept = torch.promote_types(dtype, parameter_dtype or dtype)
+        kept = dtype if same_dtype else torch.promote_types(dtype, torch.float32)
         return {
             "streams": randn(shape, dtype, device, generator),
             "fn": randn((rows, count * width), kept, device, generator) * (count * width) ** -0.5,
@@ -40,39 +40,37 @@ def _collapse_case(
     return InputCase(name, make, role, {"streams": count, "hidden_size": width})
 
 
-def _collapse_cases(parts: int, **options: Any) -> list[InputCase]:
+def _collapse_cases(parts: int) -> list[InputCase]:
     return [
-        _collapse_case("four streams", (2, 9, 4, 64), parts, parameter_dtype=torch.float32, **options),
-        _collapse_case("two streams, odd width", (1, 37, 2, 45), parts, parameter_dtype=torch.float32, **options),
-        _collapse_case("parameters of the same dtype", (1, 70, 4, 48), parts, **options),
-        _collapse_case("eight streams", (1, 5, 8, 24), parts, parameter_dtype=torch.float32, **options),
-        _collapse_case("one token", (1, 1, 4, 136), parts, parameter_dtype=torch.float32, **options),
-        _collapse_case("no tokens", (1, 0, 4, 32), parts, **options),
+        _collapse_case("four streams", (2, 9, 4, 64), parts),
+        _collapse_case("two streams, odd width", (1, 37, 2, 45), parts),
+        _collapse_case("parameters of the same dtype", (1, 70, 4, 48), parts, same_dtype=True),
+        _collapse_case("eight streams", (1, 5, 8, 24), parts),
+        _collapse_case("one token", (1, 1, 4, 136), parts),
+        _collapse_case("no tokens", (1, 0, 4, 32), parts, same_dtype=True),
     ]
 
 
 SINKHORN_CASES = [
     *_collapse_cases(_SINKHORN),
-    _collapse_case("one iteration", (1, 21, 4, 32), _SINKHORN, parameter_dtype=torch.float32, iterations=1),
-    _collapse_case(
-        "8192 tokens of DeepSeek-V4-Flash", (1, 8192, 4, 4096), _SINKHORN, "bench", parameter_dtype=torch.float32
-    ),
+    _collapse_case("one iteration", (1, 21, 4, 32), _SINKHORN, iterations=1),
+    _collapse_case("8192 tokens of DeepSeek-V4-Flash", (1, 8192, 4, 4096), _SINKHORN, "bench"),
 ]
 INDEPENDENT_CASES = [
     *_collapse_cases(_INDEPENDENT),
-    _collapse_case("other magnitude", (1, 21, 4, 32), _INDEPENDENT, parameter_dtype=torch.float32, magnitude=1.5),
-    _collapse_case("8192 tokens of HY-V4", (1, 8192, 4, 2816), _INDEPENDENT, "bench", parameter_dtype=torch.float32),
+    _collapse_case("other magnitude", (1, 21, 4, 32), _INDEPENDENT, magnitude=1.5),
+    _collapse_case("8192 tokens of HY-V4", (1, 8192, 4, 2816), _INDEPENDENT, "bench"),
 ]
 HEAD_CASES = [
     *_collapse_cases(_HEAD),
-    _collapse_case("8192 tokens", (1, 8192, 4, 4096), _HEAD, "bench", parameter_dtype=torch.float32),
+    _collapse_case("8192 tokens", (1, 8192, 4, 4096), _HEAD, "bench"),
 ]
 
 
 def collapse_benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
     count, width = shape["streams"], shape["hidden_size"]
     name = f"{tokens} tokens, {count} streams of {width}"
-    return _collapse_case(name, (1, tokens, count, width), _SINKHORN, "bench", parameter_dtype=torch.float32)
+    return _collapse_case(name, (1, tokens, count, width), _SINKHORN, "bench")
 
 
 def _mix_case(
