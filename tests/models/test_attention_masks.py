@@ -160,7 +160,7 @@ def test_generation_with_a_static_cache_where_auto_selects_a_kernel_without_mask
 
 
 def test_kernel_without_masks_names_the_mask_that_it_cannot_apply():
-    make = masks.mask_function(masking_utils.flash_attention_mask, "flash_like")
+    make = masks.MaskFunction(masking_utils.flash_attention_mask, "flash_like")
     images = masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: (q < 4) & (k < 4))
     with pytest.raises(KernelError, match=r"'flash_like' cannot apply this mask \(or_masks(.|\n)*hint: use sdpa"):
         make(1, 9, 9, mask_function=images, attention_mask=None)
@@ -242,7 +242,7 @@ def test_kernel_without_masks_rejects_a_static_cache(flash_like):
 
 @pytest.mark.parametrize("offset", [0, torch.tensor(0)])
 def test_static_cache_gets_a_dense_mask_where_auto_selected_a_kernel_without_masks(offset):
-    make = masks.mask_function(masking_utils.flash_attention_mask, "flash_like", falls_back=True)
+    make = masks.MaskFunction(masking_utils.flash_attention_mask, "flash_like", falls_back=True)
     mask = make(2, 3, 5, offset, attention_mask=torch.tensor([[True] * 3, [False, True, True]]))
     assert mask[0, 0].tolist() == [[j <= i for j in range(5)] for i in range(3)]
     assert mask[1, 0, 1:].tolist() == [[0 < j <= i for j in range(5)] for i in (1, 2)]
@@ -250,7 +250,7 @@ def test_static_cache_gets_a_dense_mask_where_auto_selected_a_kernel_without_mas
 
 def test_bidirectional_mask_overrides_a_module_that_is_causal():
     """The attention of Phi-4 multimodal's image encoder has `is_causal = True`."""
-    make = masks.mask_function(masking_utils.sdpa_mask, "sdpa")
+    make = masks.MaskFunction(masking_utils.sdpa_mask, "sdpa")
     mask = make(1, 4, 4, mask_function=masking_utils.bidirectional_mask_function, allow_is_bidirectional_skip=True)
     module = torch.nn.Module()
     module.is_causal = True
@@ -574,7 +574,7 @@ def test_a_window_is_that_of_the_mask_not_of_the_module(name):
     """T5Gemma's encoder passes the number of the mask, ModernBERT one more, for a distance up to that number."""
     sizes = {"attention_mask": None, "allow_is_bidirectional_skip": True, "local_size": 4}
     function = masking_utils.sliding_window_bidirectional_mask_function(4)
-    make = masks.mask_function(masking_utils.flash_attention_mask, "flash_like")
+    make = masks.MaskFunction(masking_utils.flash_attention_mask, "flash_like")
     layout = make(1, 9, 9, mask_function=function, **sizes)
     query = torch.zeros(1, 2, 9, 4)
     passed = 5 if name == "modernbert" else 4

@@ -29,7 +29,7 @@ from opslot.models._multimodal.host_inputs import (
     keep_inputs_on_host,
     map_inputs_of_compiled_layers,
 )
-from opslot.ops.attention.masks import mask_function, reads_layout
+from opslot.ops.attention.masks import MaskFunction, reads_layout
 from opslot.trainer.processors import multimodal_class
 from opslot.verify.media import media_samples, packed_samples
 from opslot.verify.random_model import trained_part
@@ -376,7 +376,7 @@ def test_packed_text_without_synchronization(name, given):
 
     AttentionInterface.register("test_layout", reads_layout(attend))
     own = masking_utils.flash_attention_mask
-    AttentionMaskInterface.register("test_layout", mask_function(own, "test_layout"))
+    AttentionMaskInterface.register("test_layout", MaskFunction(own, "test_layout"))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SMALL_TEXT))
     model.config._attn_implementation_internal = "test_layout"
     call = packed_text()

@@ -148,7 +148,7 @@ def _on_some_heads(pipeline: int, explicit: bool, attention: Any) -> Any:
     falls_back = not explicit and not masks.applies_any(own)
     wrapped: Any = ulysses_attention(masks.reads_layout(attention, dense if falls_back else None), pipeline=pipeline)
     name = getattr(attention, "__name__", "attention")
-    wrapped.mask_function = _MaskFunction(masks.mask_function(own, name, falls_back=falls_back), falls_back)
+    wrapped.mask_function = _MaskFunction(masks.MaskFunction(own, name, falls_back=falls_back))
     return wrapped
 
 
@@ -172,11 +172,14 @@ class _MaskFunction:
 
     Attributes:
         whole: the kernel's, for global sequences.
-        falls_back: whether another kernel serves masks that this one cannot apply.
     """
 
-    whole: Callable[..., Any]
-    falls_back: bool
+    whole: masks.MaskFunction
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether another kernel serves masks that this one cannot apply."""
+        return self.whole.falls_back
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.whole if has_whole_sequences() else masks.local_mask_function)(*args, **kwargs)

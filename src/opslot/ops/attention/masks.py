@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -138,19 +139,13 @@ def _shown(mask_function: Any) -> str:
 _LEFT_PADDED = "a compiled model reads the first position, which is padding; pad rows on the right"
 
 
-def mask_function(
-    own: Callable[..., Any],
-    name: str,
-    *,
-    falls_back: bool = False,
-    at_padding: str | None = None,
-    any_layout: bool = False,
-) -> Callable[..., Any]:
+@dataclass(frozen=True, eq=False)
+class MaskFunction:
     """A mask function that returns None or a `Layout` where it can, else what `own` returns.
 
     In a compiled model packed documents must come as cu_seq_lens_q.
 
-    Args:
+    Attributes:
         own: the kernel's mask function.
         name: the kernel's, for errors.
         falls_back: for a mask that the kernel can't apply, return a dense one.
@@ -158,56 +153,16 @@ def mask_function(
             or FIRST_PADDING where only rows that start with padding need it.
         any_layout: also where a model asks for a tensor, since opslot passes its reader what it needs.
     """
-    any_mask = applies_any(own)
 
-    def own_or_dense(given: dict[str, Any]) -> Any:
-        """The mask of `own` if it takes any mask, else a dense one or an error."""
-        if any_mask:
-            return own(**given)
-        if falls_back:
-            return masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False})
-        raise KernelError(
-            f"attn_implementation={name!r} cannot apply this mask ({_shown(given['mask_function'])}, "
-            f"{given['q_length']} queries, {given['kv_length']} keys)",
-            hint="use sdpa or eager",
-        )
+    own: Callable[..., Any]
+    name: str
+    _: KW_ONLY
+    falls_back: bool = False
+    at_padding: str | None = None
+    any_layout: bool = False
 
-    def reads_padding(given: dict[str, Any], compiling: bool) -> bool:
-        """Whether queries that are padding attend to the keys that are not."""
-        if at_padding != FIRST_PADDING or (compiling and (any_mask or takes_keys_alone(given))):
-            return at_padding is not None
-        tokens_first = given["attention_mask"][:, 0].all()
-        if compiling:
-            torch._assert_async(tokens_first, f"attn_implementation={name!r}: {_LEFT_PADDED}")
-            return False
-        return not bool(tokens_first)
-
-    def takes_keys_alone(given: dict[str, Any]) -> bool:
-        """In a compiled model, whether padding hides keys alone, from all queries."""
-        return not any_mask and _is_bidirectional(given) and given["local_size"] is None
-
-    def in_compiled_model(given: dict[str, Any], read: bool) -> Any:
-        """The mask in a compiled model, in which padding is `read` or not."""
-        layout = _compiled(given)
-        has_causal_window = layout is not None and layout.window is not None and layout.causal
-        if any_mask:
-            is_layout = layout is not None and given["attention_mask"] is None and not has_causal_window
-            return layout if is_layout else own(**given)
-        if _has_more_parts(given["mask_function"], given):
-            return own_or_dense(given)
-        if layout is not None and layout.window is not None and given["q_length"] != given["kv_length"]:
-            # A cache keeps the keys of a causal window alone.
-            return own(**given) if has_causal_window else own_or_dense(given)
-        if given["local_size"] is None and given["mask_function"].__name__ == "and_mask":
-            _assert_causal(given, name)
-        if not _is_padded(given):
-            return own(**given) if layout is None else layout._replace(length=given["kv_length"])
-        # Modules of the masks that `_has_more_parts` lets through have what these masks do.
-        causal = None if given.get("use_vmap") else not _is_bidirectional(given)
-        layout = _padded_rows(layout or Layout(causal), given["attention_mask"])
-        return layout._replace(cu_seqlens=None, longest=None) if read else layout
-
-    def mask(
+    def __call__(
+        self,
         batch_size: int,
         q_length: int,
         kv_length: int,
@@ -240,27 +195,31 @@ def mask_function(
         # compiled model its offset, a tensor, is all that shows it.
         later_keys = isinstance(q_offset, Tensor) or (is_causal and q_offset + q_length < kv_offset + kv_length)
         if later_keys and (is_causal or compiling):
-            return own_or_dense({**given, "allow_is_causal_skip": False})
-        read = attention_mask is not None and reads_padding(given, compiling)
-        if compiling:
-            return in_compiled_model(given, read) if not read or takes_keys_alone(given) else own_or_dense(given)
-        if attention_mask is not None and read and _needs_padding(pattern, attention_mask):
-            return own_or_dense(given)
+            return self._own_or_dense({**given, "allow_is_causal_skip": False})
+        reads = attention_mask is not None and self._reads_padding(given, compiling)
+        return self._in_compiled_model(given, reads) if compiling else self._of_pattern(pattern, given, reads)
+
+    def _of_pattern(self, pattern: MaskPattern | None, given: dict[str, Any], reads: bool) -> Any:
+        """The mask of a pattern, where queries that are padding attend to the keys that are not if it `reads` them."""
+        attention_mask, kv_length, kv_offset = (given[name] for name in ("attention_mask", "kv_length", "kv_offset"))
+        if reads and _needs_padding(pattern, attention_mask):
+            return self._own_or_dense(given)
         if pattern is None:
-            return own_or_dense({**given, "mask_function": by_index(mask_function)})
-        whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
-        skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
-        if whole and (skips or any_layout or pattern.documents is not None):
+            return self._own_or_dense({**given, "mask_function": by_index(given["mask_function"])})
+        starts = all(isinstance(x, int) and x == 0 for x in (given["q_offset"], kv_offset))
+        skips = given.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
+        if starts and given["q_length"] == kv_length and (skips or self.any_layout or pattern.documents is not None):
             layout = _layout(pattern, attention_mask)
-            if read and isinstance(layout, Layout) and layout.keys is not None:
+            if reads and isinstance(layout, Layout) and layout.keys is not None:
                 layout = layout._replace(cu_seqlens=None, longest=None)
             if not isinstance(layout, str):
                 return layout and layout._replace(length=kv_length)
-            if falls_back and not any_layout:
+            if self.falls_back and not self.any_layout:
                 # A kernel that removes padding between tokens sees other tokens in a window.
-                return own_or_dense(given)
-            if not any_mask and pattern.chunk is None:
-                return Layout(pattern.causal, window=pattern.window, length=kv_length, padding=own(**given))
+                return self._own_or_dense(given)
+            if not self._takes_any and pattern.chunk is None:
+                padding = self.own(**given)
+                return Layout(pattern.causal, window=pattern.window, length=kv_length, padding=padding)
         elif pattern == BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
             # Cross attention.
             if attention_mask is None or bool(attention_mask.all()):
@@ -269,9 +228,59 @@ def mask_function(
         # Kernels without masks get a window of earlier keys from the module.
         hides = pattern.window is not None and not pattern.causal
         hides |= pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
-        return own_or_dense(given) if hides else own(**given)
+        return self._own_or_dense(given) if hides else self.own(**given)
 
-    return mask
+    def _in_compiled_model(self, given: dict[str, Any], reads: bool) -> Any:
+        if reads and not self._takes_keys_alone(given):
+            return self._own_or_dense(given)
+        layout = _compiled(given)
+        has_causal_window = layout is not None and layout.window is not None and layout.causal
+        if self._takes_any:
+            is_layout = layout is not None and given["attention_mask"] is None and not has_causal_window
+            return layout if is_layout else self.own(**given)
+        if _has_more_parts(given["mask_function"], given):
+            return self._own_or_dense(given)
+        if layout is not None and layout.window is not None and given["q_length"] != given["kv_length"]:
+            # A cache keeps the keys of a causal window alone.
+            return self.own(**given) if has_causal_window else self._own_or_dense(given)
+        if given["local_size"] is None and given["mask_function"].__name__ == "and_mask":
+            _assert_causal(given, self.name)
+        if not _is_padded(given):
+            return self.own(**given) if layout is None else layout._replace(length=given["kv_length"])
+        # Modules of the masks that `_has_more_parts` lets through have what these masks do.
+        causal = None if given.get("use_vmap") else not _is_bidirectional(given)
+        layout = _padded_rows(layout or Layout(causal), given["attention_mask"])
+        return layout._replace(cu_seqlens=None, longest=None) if reads else layout
+
+    @property
+    def _takes_any(self) -> bool:
+        return applies_any(self.own)
+
+    def _reads_padding(self, given: dict[str, Any], compiling: bool) -> bool:
+        """Whether queries that are padding attend to the keys that are not."""
+        if self.at_padding != FIRST_PADDING or (compiling and (self._takes_any or self._takes_keys_alone(given))):
+            return self.at_padding is not None
+        tokens_first = given["attention_mask"][:, 0].all()
+        if compiling:
+            torch._assert_async(tokens_first, f"attn_implementation={self.name!r}: {_LEFT_PADDED}")
+            return False
+        return not bool(tokens_first)
+
+    def _takes_keys_alone(self, given: dict[str, Any]) -> bool:
+        """In a compiled model, whether padding hides keys alone, from all queries."""
+        return not self._takes_any and _is_bidirectional(given) and given["local_size"] is None
+
+    def _own_or_dense(self, given: dict[str, Any]) -> Any:
+        """The mask of `own` if it takes any mask, else a dense one or an error."""
+        if self._takes_any:
+            return self.own(**given)
+        if self.falls_back:
+            return masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False})
+        raise KernelError(
+            f"attn_implementation={self.name!r} cannot apply this mask ({_shown(given['mask_function'])}, "
+            f"{given['q_length']} queries, {given['kv_length']} keys)",
+            hint="use sdpa or eager",
+        )
 
 
 def _needs_padding(pattern: MaskPattern | None, attention_mask: Tensor) -> bool:

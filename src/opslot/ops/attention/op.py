@@ -264,7 +264,7 @@ def _attach(model: Any, slots: Sequence[SlotBinding], kernel: Callable[..., Any]
     if not slot.wrappers:
         # An indexer reads documents and padding of its mask as those of a kernel.
         indexed = slot.resolution.variant == "indexed"
-        mask_function = masks.mask_function(
+        mask_function = masks.MaskFunction(
             mask_function, chosen, falls_back=falls_back, at_padding=at_padding, any_layout=indexed
         )
         kernel = masks.reads_layout(kernel, dense if falls_back else None)
