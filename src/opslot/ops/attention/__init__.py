@@ -204,6 +204,7 @@ def _flash_4_or_triton() -> Callable[..., Any]:
 _OF_ALL_KEYS = ("causal", "bidirectional")
 # Triton, for the gradient of sinks.
 _FLASH_4 = (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS, TRITON)
+_SUPPORTS_OF_FLASH_4 = (_head_dims_of_flash_4, _no_sinks_in_float16, _no_deterministic_backward, _no_dropout)
 
 KERNEL_REGISTRY.register_op(OP)
 add_kernel(
@@ -231,16 +232,7 @@ add_gpu_kernel(
 # The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
 _flash(2, ("flash_attn_2_cuda",), (8, 0), _head_dim_up_to, _no_sinks)
 _flash(3, ("flash_attn_interface",), (9, 0), _head_dim_up_to, _no_sinks, _no_dropout)
-_flash(
-    4,
-    _FLASH_4,
-    (9, 0),
-    _head_dims_of_flash_4,
-    _no_sinks_in_float16,
-    _no_deterministic_backward,
-    _no_dropout,
-    priority={H200: _flash_4_priority},
-)
+_flash(4, _FLASH_4, (9, 0), *_SUPPORTS_OF_FLASH_4, priority={H200: _flash_4_priority})
 add_gpu_kernel(
     OP,
     "flash_attention_4_or_triton",
@@ -249,14 +241,7 @@ add_gpu_kernel(
     _OF_ALL_KEYS,
     capability=(9, 0),
     dtypes=HALF_FLOATS,
-    supports=_all_of(
-        _head_dims_of_flash_4,
-        _no_softcap,
-        _no_sinks_in_float16,
-        _no_deterministic_backward,
-        _no_dropout,
-        _allowed("_supports_flash_attn"),
-    ),
+    supports=_all_of(*_SUPPORTS_OF_FLASH_4, _no_softcap, _allowed("_supports_flash_attn")),
     priority={H200: _flash_4_or_triton_priority},
     description="FlashAttention 4; triton for narrow causal windows and, without causality, short documents; cudnn for "
     "short rows",
