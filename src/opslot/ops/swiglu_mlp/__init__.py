@@ -7,7 +7,7 @@ measured within 5 % of eager there, or slower ([8192, 256], [8192, 768], [1024, 
 from collections.abc import Callable
 
 from opslot.ops._common.specs import H200, add_liger_kernel, add_triton_kernel
-from opslot.ops.swiglu_mlp.op import OP, activation_of
+from opslot.ops.swiglu_mlp.op import OP, activation_of, static_shape
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
 # Eager's two launches cost the host less than an autograd.Function in Python, by 20 to 100 us forward + backward on the
@@ -19,10 +19,8 @@ _SMALL = 1536
 
 def _unless_narrow(value: int) -> Callable[[KernelRequest], int | None]:
     def priority(request: KernelRequest) -> int | None:
-        static_shape = OP.variant(request.variant).static_shape
-        shape = static_shape(request) if static_shape is not None else None
-        small = shape is not None and shape["width"] < _SMALL
-        return None if small else value
+        shape = static_shape(request) if request.variant == "standard" else None
+        return value if shape is None or shape["width"] >= _SMALL else None
 
     return priority
 
@@ -33,13 +31,7 @@ def _liger_activations(request: KernelRequest) -> str | None:
 
 
 KERNEL_REGISTRY.register_op(OP)
-for _variant in OP.variants:
-    add_triton_kernel(
-        OP,
-        [_variant],
-        priority={H200: _unless_narrow(80) if _variant == "standard" else 80},
-        description="recomputes the activation in backward",
-    )
+add_triton_kernel(OP, priority={H200: _unless_narrow(80)}, description="recomputes the activation in backward")
 add_liger_kernel(
     OP,
     ["standard"],

@@ -71,7 +71,8 @@ def activation_of(request: KernelRequest) -> str | None:
     return "silu" if request.module is None else activation_name(activation_in(request.module))
 
 
-def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
+def static_shape(request: KernelRequest) -> Mapping[str, int] | None:
+    """The width of the MLP that a kernel is requested for; None if it is unknown."""
     return activation_width(request, "down_proj", "output_linear", "Wo", "wo", "fc2")
 
 
@@ -97,7 +98,7 @@ def _variant(
         ("gate_up",) if reference is fused_gate_up else ("gate", "up"),
         _cost,
         check_module=check,
-        static_shape=_static_shape,
+        static_shape=static_shape,
         benchmark_case=benchmark_case,
         description=description,
     )
