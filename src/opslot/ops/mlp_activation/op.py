@@ -54,14 +54,14 @@ _CLASSES = {
     "quick_gelu": ("QuickGELUActivation",),
     "xielu": ("XIELUActivation",),
 }
-_VARIANTS = {name: variant for variant, names in _CLASSES.items() for name in names}
+_VARIANT_OF_CLASS = {name: variant for variant, names in _CLASSES.items() for name in names}
 
 
 def _applies_to(module: nn.Module, config: Any) -> str | None:
     # FSDP derives a class of its own.
     bases: tuple[Any, ...] = type(module).__mro__
     cls = next((base for base in bases if base.__module__ == "transformers.activations"), None)
-    return None if cls is None or type(module).forward is not cls.forward else _VARIANTS.get(cls.__name__)
+    return None if cls is None or type(module).forward is not cls.forward else _VARIANT_OF_CLASS.get(cls.__name__)
 
 
 def _forward(module: Any, kernel: Callable[..., Tensor], input: Tensor) -> Tensor:
@@ -80,7 +80,6 @@ def _static_shape(request: KernelRequest) -> dict[str, int] | None:
 
 
 def _variant(
-    name: str,
     reference: Callable[..., Tensor],
     case: CaseOf,
     description: str,
@@ -89,7 +88,7 @@ def _variant(
     further_cases: Sequence[InputCase] = (),
 ) -> OpVariant:
     return OpVariant(
-        name,
+        reference.__name__,
         reference,
         [*cases(case), *further_cases],
         differentiable,
@@ -101,25 +100,23 @@ def _variant(
     )
 
 
-_OF_X = (
-    ("relu2", relu2, "squared ReLU"),
-    ("gelu_tanh", gelu_tanh, "GELU by tanh"),
-    ("quick_gelu", quick_gelu, "x sigmoid(1.702 x)"),
+_VARIANTS = (
+    _variant(relu2, of_x, "squared ReLU"),
+    _variant(gelu_tanh, of_x, "GELU by tanh"),
+    _variant(quick_gelu, of_x, "x sigmoid(1.702 x)"),
+    _variant(
+        xielu,
+        of_xielu,
+        "xIELU, with trained alphas",
+        differentiable=("x", "alpha_p", "alpha_n"),
+        further_cases=XIELU_CASES,
+    ),
 )
+
 OP = OpSpec(
     name="mlp_activation",
     description="activations that torch computes in several launches: GELU by tanh or sigmoid, squared ReLU, xIELU",
-    variants={
-        **{name: _variant(name, reference, of_x, text) for name, reference, text in _OF_X},
-        "xielu": _variant(
-            "xielu",
-            xielu,
-            of_xielu,
-            "xIELU, with trained alphas",
-            differentiable=("x", "alpha_p", "alpha_n"),
-            further_cases=XIELU_CASES,
-        ),
-    },
+    variants={variant.name: variant for variant in _VARIANTS},
     applies_to=_applies_to,
     per_module=True,
     attach=_MODULES.attach,
