@@ -60,21 +60,17 @@ class EditedModule:
             return None
         found: cst.CSTNode = self.module.body[index]
         if "." in symbol:
-            position = _position(found, symbol.split(".")[1])
+            methods = found.body.body if isinstance(found, cst.ClassDef) else ()
+            position = _position(methods, symbol.split(".")[1])
             if position is None:
                 return None
-            assert isinstance(found, cst.ClassDef)
-            found = found.body.body[position]
+            found = methods[position]
         assert isinstance(found, cst.FunctionDef | cst.ClassDef)
         return found
 
     def index(self, name: str) -> int | None:
         """Position of a top-level definition in the module."""
-        for index in reversed(range(len(self.module.body))):
-            node = self.module.body[index]
-            if isinstance(node, cst.FunctionDef | cst.ClassDef) and node.name.value == name:
-                return index
-        return None
+        return _position(self.module.body, name)
 
     def put(self, symbol: str, new: cst.CSTNode) -> None:
         """Put `new` in the place of a definition; a method that the class lacks goes to its end."""
@@ -85,7 +81,7 @@ class EditedModule:
             holder = block_of(self.module.body[index])
             assert isinstance(holder, cst.ClassDef)
             methods: list[Any] = list(holder.body.body)
-            position = _position(holder, method)
+            position = _position(methods, method)
             if position is None:
                 methods = [statement for statement in methods if not is_placeholder(statement)]
                 methods.append(new)
@@ -176,12 +172,10 @@ def _with_declarations(block: cst.IndentedBlock, lines: Sequence[str], mark: str
     return splice(block, start, start, [first, *others], mark)
 
 
-def _position(holder: cst.CSTNode, name: str) -> int | None:
-    """Position of a method in a class's body."""
-    if not isinstance(holder, cst.ClassDef):
-        return None
-    for index in reversed(range(len(holder.body.body))):
-        node = holder.body.body[index]
+def _position(body: Sequence[cst.CSTNode], name: str) -> int | None:
+    """Position of the last definition of that name."""
+    for index in reversed(range(len(body))):
+        node = body[index]
         if isinstance(node, cst.FunctionDef | cst.ClassDef) and node.name.value == name:
             return index
     return None
