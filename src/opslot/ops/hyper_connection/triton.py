@@ -325,11 +325,6 @@ _mix = differentiable_op(
 )
 
 
-def _run_add_backward(gradients: tuple[Tensor, Tensor], dnext: Tensor, post: Tensor, output: Tensor) -> None:
-    dpost, doutput = gradients
-    _run_mix_backward((dpost, None, doutput, None), dnext, post, None, output, dnext)
-
-
 _add_forward = launch_op(
     "hyper_connection_add(Tensor post, Tensor output, Tensor streams) -> Tensor",
     _allocate_next,
@@ -338,7 +333,9 @@ _add_forward = launch_op(
 _add_backward = launch_op(
     "hyper_connection_add_backward(Tensor dnext, Tensor post, Tensor output) -> (Tensor, Tensor)",
     lambda dnext, *tensors: empty_gradients(tensors, (True, True)),
-    _run_add_backward,
+    lambda gradients, dnext, post, output: _run_mix_backward(
+        (gradients[0], None, gradients[1], None), dnext, post, None, output, dnext
+    ),
 )
 
 

@@ -144,16 +144,6 @@ def _allocate_gradients(dout: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> t
     return empty_rows_like(gate) if need_gate else None, empty_rows_like(up) if need_up else None
 
 
-def _launch_fused(out: Tensor, gate_up: Tensor, activation: str) -> None:
-    gate, up = gate_up.chunk(2, dim=-1)
-    _launch(out, gate, up, activation)
-
-
-def _launch_fused_backward(dgate_up: Tensor, dout: Tensor, gate_up: Tensor, activation: str) -> None:
-    gate, up = gate_up.chunk(2, dim=-1)
-    _launch_backward(dgate_up.chunk(2, dim=-1), dout, gate, up, activation, True, True)
-
-
 _swiglu, _clamped = (
     differentiable_op(
         f"{schema} -> Tensor",
@@ -171,8 +161,10 @@ _swiglu, _clamped = (
 _fused = differentiable_op(
     "swiglu_fused(Tensor gate_up, str activation) -> Tensor",
     allocate=lambda gate_up, activation: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
-    launch=_launch_fused,
-    launch_backward=_launch_fused_backward,
+    launch=lambda out, gate_up, activation: _launch(out, *gate_up.chunk(2, -1), activation),
+    launch_backward=lambda dgate_up, dout, gate_up, activation: _launch_backward(
+        dgate_up.chunk(2, -1), dout, *gate_up.chunk(2, -1), activation, True, True
+    ),
     recomputable=True,
 )
 
