@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot.checkpoint.model_tensors import unread_experts
-from opslot.models._adapters.quantized_experts import quantize_experts
+from opslot.models._adapters.quantized_experts import QUANTIZATION, quantize_experts
 from opslot.models._build import classifier_heads
 from opslot.ops.linear import low_rank
 from opslot.slots import walk_slots
@@ -108,7 +108,7 @@ def _nf4_class() -> Any:
     class NF4Linear(bitsandbytes.nn.Linear4bit):
         """Its weight is frozen and not part of the state dict once it is quantized."""
 
-        quantization = "nf4 (bitsandbytes)"
+        quantization = QUANTIZATION
 
         def load_weight(self, weight: Tensor, device: torch.device | str | None) -> None:
             """Quantize `weight` on `device`."""
