@@ -3,8 +3,10 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +14,7 @@ import yaml
 from opslot._base.errors import ConfigError
 from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks.base import Callback
-from opslot.trainer.callbacks.writers import read_metrics
+from opslot.trainer.callbacks.writers import ExportCallback, read_metrics
 from opslot.trainer.output_lock import LOCK_FILE, OutputLock
 
 
@@ -99,6 +101,38 @@ def test_files_of_the_user_in_the_export_are_kept(train, tmp_path):
     assert train("--train.checkpoint.resume_from", "latest", "--train.max_steps", "5")[0] == 0
     assert (hf / "README.md").read_text() == "notes"
     assert (hf / "model.safetensors").stat().st_mtime_ns != stamp
+
+
+def test_export_of_an_earlier_step_is_replaced(train, tmp_path, monkeypatch):
+    """A run that was killed between its last checkpoint and its export left hf/ of the run before it."""
+    assert train()[0] == 0
+    weights = tmp_path / "out" / "hf" / "model.safetensors"
+    before = weights.read_bytes()
+    longer = ("--train.checkpoint.resume_from", "latest", "--train.max_steps", "6")
+    with monkeypatch.context() as patch:
+        patch.setattr(ExportCallback, "on_train_end", lambda *_: None)
+        assert train(*longer)[0] == 0
+    assert weights.read_bytes() == before
+    assert train(*longer)[0] == 0
+    assert weights.read_bytes() != before
+    stamp = weights.stat().st_mtime_ns
+    assert train(*longer)[0] == 0
+    assert weights.stat().st_mtime_ns == stamp
+
+
+def test_files_of_an_earlier_export_are_removed(train, tmp_path, settings, model_folder):
+    """Transformers loads adapters where a folder has their config, also beside the weights of a later run."""
+    pytest.importorskip("peft")
+    assert train()[0] == 0
+    base, hf = str((tmp_path / "out" / "hf").rename(tmp_path / "base")), tmp_path / "out" / "hf"
+    shutil.rmtree(tmp_path / "out")
+    settings["model"] = {"model_path": base}
+    assert train("--lora.r", "2", "--lora.merge", "true")[0] == 0
+    assert {"adapter_config.json", "merged"} <= {file.name for file in hf.iterdir()}
+    (hf / "README.md").write_text("notes")
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    assert train()[0] == 0
+    assert {file.name for file in hf.iterdir()} == {file.name for file in Path(base).iterdir()} | {"README.md"}
 
 
 @pytest.mark.quick("line5")

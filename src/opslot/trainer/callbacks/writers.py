@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from opslot._base.files import write_text
-from opslot.distributed import is_first_rank
+from opslot.distributed import is_first_rank, on_first_rank
 from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
+from opslot.trainer.exports import exported_step, place_export
 from opslot.trainer.prompts import PromptValue, prompt_of
 
 METRICS_FILE = "metrics.jsonl"
@@ -245,10 +246,14 @@ class ExportCallback(Callback):
             _export(trainer, f"{HF_FOLDER}_step_{record.step:08}")
 
     def on_train_end(self, trainer: Trainer, completed: bool) -> None:
-        final = trainer.output_dir / HF_FOLDER
-        if not completed or (trainer.step == self._started_at and final.is_dir()):
-            return
-        _export(trainer, HF_FOLDER)
+        if completed and not (trainer.step == self._started_at and on_first_rank(lambda: _has_export(trainer))):
+            _export(trainer, HF_FOLDER)
+
+
+def _has_export(trainer: Trainer) -> bool:
+    """Whether hf/ has the model of this step: the run before may have been killed between checkpoint and export."""
+    is_there = (trainer.output_dir / HF_FOLDER).is_dir()
+    return is_there and exported_step(trainer.output_dir, HF_FOLDER) in (trainer.step, None)
 
 
 def _export(trainer: Trainer, name: str) -> None:
@@ -258,14 +263,4 @@ def _export(trainer: Trainer, name: str) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
     trainer.export(unfinished)
     if is_first_rank():
-        _replace_export(trainer.output_dir / name, unfinished)
-
-
-def _replace_export(final: Path, new: Path) -> None:
-    """Give `new` the name `final`, with the files of the old export that are not part of a checkpoint."""
-    for old in final.iterdir() if final.is_dir() else ():
-        weights = old.name.endswith((".safetensors", ".safetensors.index.json"))
-        if not weights and not (new / old.name).exists():
-            shutil.move(old, new / old.name)
-    shutil.rmtree(final, ignore_errors=True)
-    new.rename(final)
+        place_export(trainer.output_dir, name, unfinished, trainer.step)

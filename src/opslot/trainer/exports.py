@@ -1,0 +1,46 @@
+"""The exports in a run's folder, and exports.json, which has the step and the files of each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from opslot._base.files import write_json
+
+EXPORTS_FILE = "exports.json"
+
+
+def exported_step(output_dir: Path, name: str) -> int | None:
+    """The step of the model in an export; None where it is not known, or there is no such export."""
+    recorded = _recorded(output_dir).get(name)
+    return recorded["step"] if recorded is not None and (output_dir / name).is_dir() else None
+
+
+def place_export(output_dir: Path, name: str, new: Path, step: int) -> None:
+    """Give the folder `new` of the model after `step` the name `name`, with the user's files of the old export."""
+    final, recorded = output_dir / name, _recorded(output_dir)
+    # An earlier run may have exported adapters, whose config Transformers would load beside the weights of this one.
+    ours = set(recorded[name]["files"]) if name in recorded else set()
+    own = sorted(file.name for file in new.iterdir())
+    for old in final.iterdir() if final.is_dir() else ():
+        is_weights = old.name.endswith((".safetensors", ".safetensors.index.json"))
+        if not is_weights and old.name not in ours and not (new / old.name).exists():
+            shutil.move(old, new / old.name)
+    shutil.rmtree(final, ignore_errors=True)
+    new.rename(final)
+    write_json(output_dir / EXPORTS_FILE, {**recorded, name: {"step": step, "files": own}})
+
+
+def _recorded(output_dir: Path) -> dict[str, dict[str, Any]]:
+    """The entries of exports.json that are valid; a kill or an edit may have left others."""
+    try:
+        found = json.loads((output_dir / EXPORTS_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {
+        name: entry
+        for name, entry in (found.items() if isinstance(found, dict) else ())
+        if isinstance(entry, dict) and type(entry.get("step")) is int and isinstance(entry.get("files"), list)
+    }
