@@ -22,6 +22,7 @@ from opslot.models._adapters.experts import mark_adapted_experts, with_expert_ad
 from opslot.models._adapters.linear import fuse_linear_adapters
 from opslot.models._adapters.quantized_experts import with_quantized_experts
 from opslot.models._cuda_graphs import prepare_cuda_graphs
+from opslot.models._layer_drop import run_dropped_layers
 from opslot.models._multimodal.conditional import add_zero_of_skipped_modules, transformers_model
 from opslot.models._multimodal.host_inputs import (
     keep_inputs_from_fsdp,
@@ -119,6 +120,7 @@ def parallelize(
     if cuda_graphs:
         prepare_cuda_graphs(model)
     if towers is not None:
+        run_dropped_layers(model, state)
         add_zero_of_skipped_modules(model)
         towers.run_on_every_rank(model)
     if is_sharded:
