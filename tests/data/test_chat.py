@@ -460,6 +460,11 @@ GOOD = {"messages": TALK}
             {"messages": [TALK[1], {**TALK[2], "weight": 2}]},
             "messages[1]: weight must be 0 or 1",
         ),
+        (
+            CHATML,
+            {"messages": [TALK[1], {**TALK[2], "train": "false"}]},
+            'messages[1]: train must be true or false, found a str ("false")',
+        ),
         (CHATML, {"messages": [{"from": "function_call", "value": "add"}]}, "messages[0] is not JSON"),
         (CHATML, {"messages": [{"from": "robot", "value": "x"}]}, "unknown speaker 'robot'"),
         (CHATML, {"messages": [TALK[1], {**TALK[2], "content": "x" * 600}]}, "more than data.max_seq_len=512"),

@@ -257,3 +257,17 @@ def test_unused_gpus_are_named(device, gpus, processes, monkeypatch):
         assert lines == ["trains on 1 of 8 GPUs; start it with torchrun --nproc-per-node 8 -m opslot train to use all"]
     else:
         assert not lines
+
+
+def run_with_a_loss_of_its_own(file):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as error:
+        patch.setattr("opslot.trainer.prepare.averages_its_own_labels", lambda _: True)
+        return run_config(file), error.getvalue()
+
+
+def test_model_that_averages_its_own_labels_on_shards_of_sequences(write, ranks, tmp_path):
+    """Such as Granite Speech; it raised in the first step, and named FSDP's class."""
+    answers = ranks.run(run_with_a_loss_of_its_own, write("run", sp_size=2), timeout=60)
+    assert {code for code, _ in answers} <= {1, 2}
+    assert "Qwen3MoeForCausalLM cannot be trained on shards of sequences" in "".join(error for _, error in answers)
+    assert not (tmp_path / "run").exists()

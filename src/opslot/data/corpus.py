@@ -29,7 +29,7 @@ from opslot.data.tokenizing import TokenizingProcesses
 logger = get_logger(__name__)
 
 # Part of every cache key: increase it when the same text must be tokenized differently or is stored differently.
-_FORMAT = 11
+_FORMAT = 12
 # Text of a shard: a few seconds of tokenizing on one core.
 SHARD_BYTES = 4 << 20
 _POLL_SECONDS = 0.05

@@ -98,6 +98,8 @@ def _message(value: Any, name: str) -> Message:
             text_of(part, f"{name}: ")
     if message.get("weight", 1) not in (0, 1):
         raise SampleError(f"{name}: weight must be 0 or 1, found {_shown(message['weight'])}")
+    if message.get("train", True) not in (False, True):
+        raise SampleError(f"{name}: train must be true or false, found {_shown(message['train'])}")
     calls = message.get("tool_calls")
     if calls is not None:
         calls = parsed(calls, f"{name}.tool_calls")

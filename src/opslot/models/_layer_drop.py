@@ -40,7 +40,7 @@ def run_dropped_layers(model: nn.Module, state: ParallelState) -> None:
         owner.layerdrop = 0.0  # type: ignore[assignment]
         for stack in owner.children():
             for layer in stack if isinstance(stack, nn.ModuleList) else ():
-                layer.forward = partial(_run, layer, layer.forward, probability)  # type: ignore[method-assign]
+                layer.forward = partial(_run, layer, layer.forward, probability)
 
 
 def _run(layer: nn.Module, forward: Callable[..., Any], probability: float, *args: Any, **kwargs: Any) -> Any:

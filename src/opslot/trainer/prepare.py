@@ -18,8 +18,10 @@ from opslot.checkpoint.training_state import read_state
 from opslot.distributed import ParallelState, keep_frozen_statistics
 from opslot.models import load_foundation_weights
 from opslot.models._adapters.quantized_linear import quantize_layers
+from opslot.models._multimodal.conditional import transformers_model
 from opslot.models._multimodal.host_inputs import keep_inputs_on_host
 from opslot.models._multimodal.parts import freeze, select
+from opslot.models._own_loss import averages_its_own_labels
 from opslot.models.parallelize import parallelize
 from opslot.trainer.config import RunConfig
 from opslot.trainer.kernels import pin_kernels, require_same_kernels
@@ -90,6 +92,12 @@ def _parallelize(
     model: PreTrainedModel, config: RunConfig, state: ParallelState, weights: Path | None
 ) -> PreTrainedModel:
     train, fsdp = config.train, config.train.fsdp
+    if state.sp > 1 and averages_its_own_labels(transformers_model(model)):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be trained on shards of sequences (train.sp_size={state.sp})",
+            found="Transformers' code computes the loss from the labels of each call, without shift_labels",
+            hint="set train.sp_size: 1",
+        )
     options: dict[str, Any] = {
         "activation_checkpointing": train.activation_checkpointing,
         "activation_offload": train.activation_offload,

@@ -27,6 +27,7 @@ from opslot.ops._common.documents import (
     restart,
 )
 from opslot.ops.attention.op import skipped_attention
+from opslot.slots.binding import class_name
 from opslot.slots.protocol import (
     attention_options,
     attention_skip,
@@ -96,7 +97,7 @@ class _Reject:
             packed_by = "position_ids that restart"
         if packed_by is not None:
             raise KernelError(
-                f"{type(model).__name__} cannot keep packed documents ({packed_by}) apart",
+                f"{class_name(model)} cannot keep packed documents ({packed_by}) apart",
                 found=self.problem,
                 hint=_PADDED,
             )
@@ -141,7 +142,7 @@ def _give_boundaries(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     skipped = skipped_attention(model.modules())
     ignored = f"Transformers' {implementation} ignores position_ids that restart"
     raise KernelError(
-        f"{type(model).__name__} cannot keep packed documents (position_ids that restart) apart",
+        f"{class_name(model)} cannot keep packed documents (position_ids that restart) apart",
         found=f"{skipped}, and {ignored}" if skipped else ignored,
         hint=("" if skipped else "bind a kernel of attention, e.g. attn_implementation: sdpa, or ") + _PADDED,
     )

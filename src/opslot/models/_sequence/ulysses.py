@@ -32,7 +32,7 @@ from opslot.ops._common.documents import given_arguments
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, Wrapper, walk_slots
-from opslot.slots.binding import wrapper_of
+from opslot.slots.binding import class_name, wrapper_of
 from opslot.slots.protocol import keeps_sequences, takes_earlier_tokens
 
 # The variant of attention whose queries stay on their rank, which gathers the tokens before them.
@@ -219,14 +219,14 @@ def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         needed["num_items_in_batch"] = "each rank would average over its own tokens"
     if given.get("labels") is not None and averages_its_own_labels(model):
         raise ParallelError(
-            f"{type(model).__name__} of this Transformers release computes the loss from its own labels, without "
+            f"{class_name(model)} of this Transformers release computes the loss from its own labels, without "
             "shift_labels and num_items_in_batch, so with sp > 1 it would be wrong",
             hint="use a newer release of Transformers or sp_size 1, or compute the loss from the logits",
         )
     lacking = next((name for name in needed if given.get(name) is None), None)
     if lacking is not None:
         raise ParallelError(
-            f"{type(model).__name__} holds shards of sequences (sp > 1) and was called without "
+            f"{class_name(model)} holds shards of sequences (sp > 1) and was called without "
             f"{lacking}, so {needed[lacking]}",
             hint=(
                 "call it with **opslot.distributed.shard_sequence(batch), and with labels also "
