@@ -98,3 +98,11 @@ def test_clipping_can_be_turned_off(settings, train, tmp_path):
         curves[limit] = curve(tmp_path / f"{limit}")
     assert curves[None] == curves[0] == curves[1e9]
     assert curves[None] != curves[1.0]
+
+
+@pytest.mark.parametrize("patterns", [["*embed_tokens*"], ["model.layers.1", "*norm*"]])
+def test_learning_rate_of_frozen_parameters_raises(train, settings, patterns):
+    settings["train"] |= {"freeze": ["model.layers.1", "*embed_tokens*"], "lr_of": dict.fromkeys(patterns, 1e-3)}
+    code, _, error = train()
+    assert code == 2
+    assert f"train.lr_of: {patterns[0]!r} matches no trained parameter" in error

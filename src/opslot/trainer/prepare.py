@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,8 +65,7 @@ def prepare_model(
     # After the adapters: those in frozen parts are frozen too.
     freeze(model, config.train.freeze or [])
     keep_frozen_statistics(model)
-    for pattern in config.train.lr_of or ():
-        select(model, pattern, "train.lr_of")
+    _require_trained(model, config.train.lr_of or ())
     require_trainable_dtype(model)
     if inputs.checkpoint is not None:
         _, recorded = read_state(inputs.checkpoint)
@@ -77,6 +76,19 @@ def prepare_model(
     if state.world_size > 1 and not isinstance(model, FSDPModule):
         report("data parallelism: ddp, so each process holds all parameters")
     return model
+
+
+def _require_trained(model: PreTrainedModel, patterns: Iterable[str]) -> None:
+    """Check that each pattern of `train.lr_of` matches a parameter, and one that is trained."""
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        names = select(model, pattern, "train.lr_of")
+        if not any(parameters[name].requires_grad for name in names):
+            raise ConfigError(
+                f"train.lr_of: {pattern!r} matches no trained parameter",
+                found=f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}, which are frozen",
+                hint="remove it, or train them: see train.freeze, and with adapters lora.target_modules",
+            )
 
 
 def _base_of(config: RunConfig) -> tuple[str | None, str | None]:
