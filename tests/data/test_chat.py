@@ -551,6 +551,20 @@ def test_chat_template_file(chat_tokenizer, tmp_path):
     file.write_text("{% for %}")
     with pytest.raises(DataError, match="is not a Jinja template"):
         load_chat_template(chat_tokenizer, str(file))
+    file.write_text("# Templates\n")
+    with pytest.raises(DataError, match="renders no messages"):
+        load_chat_template(chat_tokenizer, str(file))
+
+
+def test_chat_template_in_json(chat_tokenizer, tmp_path):
+    """As in chat_template.json of Transformers' processors; it was rendered as a template itself."""
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": MARKED}))
+    load_chat_template(chat_tokenizer, str(file))
+    assert chat_tokenizer.chat_template == MARKED
+    file.write_text(json.dumps({"chat_template": [{"name": "rag", "template": MARKED}]}))
+    with pytest.raises(DataError, match="has several chat templates"):
+        load_chat_template(chat_tokenizer, str(file))
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,10 @@ def test_invalid_files_raise(tmp_path, text, message):
     [
         (["--train.lr"], "--train.lr needs a value"),
         (["lr=3"], "is not an option"),
+        (
+            ["--train.lr=3", "run.yaml"],
+            "'run.yaml' is not an option; set fields with --section.field VALUE, and give a",
+        ),
         (["--lr", "3"], "did you mean train.lr?"),
         (["--train.lora.rank", "4"], "did you mean lora.r?"),
         (["--train.profile", "[2, 3]"], "did you mean train.logging.profile?"),

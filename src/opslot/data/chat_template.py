@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +17,8 @@ def load_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -
     """Give the tokenizer the template in the file `source`; None and "none" leave it as it is.
 
     Raises:
-        DataError: the file cannot be read, the template is not a Jinja template, or the tokenizer has several without a
-            default.
+        DataError: the file cannot be read, or holds no template or several; the template is not a Jinja template, or
+            renders no messages; or the tokenizer has several without a default.
     """
     if source == "none":
         return
@@ -38,8 +39,28 @@ def load_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -
         raise DataError(
             f"data.chat_template: {source} cannot be read", found=str(error), hint="set it to a Jinja template file"
         ) from error
-    _check_template(text, f"data.chat_template: {source}", "fix it there")
+    text = _in_json(text, source)
+    name = f"data.chat_template: {source}"
+    _check_template(text, name, "fix it there")
+    if "messages" not in text:
+        raise DataError(f"{name} renders no messages", hint="set it to a file with a Jinja template of conversations")
     tokenizer.chat_template = text
+
+
+def _in_json(text: str, source: str) -> str:
+    """The template in the text of a file, which is JSON in a chat_template.json of Transformers' processors."""
+    if not text.lstrip().startswith('{"'):
+        return text
+    try:
+        found = json.loads(text)["chat_template"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return text
+    if not isinstance(found, str):
+        raise DataError(
+            f"data.chat_template: {source} has several chat templates",
+            hint="write one of them to a file, and set data.chat_template to it",
+        )
+    return found
 
 
 def _check_template(text: str, name: str, hint: str) -> None:

@@ -35,8 +35,11 @@ def check_lora(config: RunConfig, problems: list[str]) -> None:
     problems += [
         f"{name}={rank} must be at most {_LARGEST_RANK}" for name, rank in ranks.items() if rank > _LARGEST_RANK
     ]
-    if lora.alpha is not None and not 0 < lora.alpha < math.inf:
-        problems.append(f"lora.alpha={lora.alpha} must be above 0 and finite")
+    alphas = {} if lora.alpha is None else {"lora.alpha": lora.alpha}
+    alphas |= {f"lora.alpha_pattern.{name}": alpha for name, alpha in (lora.alpha_pattern or {}).items()}
+    problems += [
+        f"{name}={alpha} must be above 0 and finite" for name, alpha in alphas.items() if not 0 < alpha < math.inf
+    ]
     if not 0 <= lora.dropout < 1:
         problems.append(f"lora.dropout={lora.dropout} must be in [0, 1)")
     problems += [

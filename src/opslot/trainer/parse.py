@@ -286,7 +286,8 @@ def _checked_overrides(
         name, equals, value = option.removeprefix("--").partition("=")
         position += 1
         if not option.startswith("--"):
-            problems.append(f"{option!r} is not an option; set fields with --section.field VALUE")
+            first = ", and give a YAML file before them" if option.endswith((".yaml", ".yml")) else ""
+            problems.append(f"{option!r} is not an option; set fields with --section.field VALUE{first}")
             continue
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):

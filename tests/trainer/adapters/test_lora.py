@@ -239,6 +239,7 @@ def test_unmatched_targets_are_one_error(write, capsys):
         ({"target_modules": "layers.*q_prj"}, "full names are such as model.layers.0.self_attn.q_proj"),
         ({"quantization": "int4"}, "lora.quantization: expected"),
         ({"rank_pattern": {"q_prj": 2}}, "lora.rank_pattern: q_prj matches no module with an adapter"),
+        ({"alpha_pattern": {"q_proj": -1.0}}, "lora.alpha_pattern.q_proj=-1.0 must be above 0 and finite"),
         ({"alpha_pattern": {"up(": 1}}, "lora.alpha_pattern: up( is not a valid regular expression"),
         ({"rank_pattern": {"q_proj": 0}}, "q_proj has rank 0, which must be at least 1"),
         ({"use_dora": True, "experts": True}, "lora.use_dora cannot be combined with lora.experts"),
