@@ -122,3 +122,25 @@ def test_text_on_one_rank_trains_nothing_where_the_language_model_is_frozen(sett
         curves.append([(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)])
     assert all(norm > 0 for _, norm in curves[0])
     assert curves[1] == [pytest.approx(row, rel=1e-4) for row in curves[0]]
+
+
+@pytest.mark.quick("fsdp-1,2,0,3,4,5")
+@pytest.mark.parametrize("order", [(1, 2, 0, 3, 4, 5), (0, 3, 1, 2, 4, 5)], ids=lambda order: ",".join(map(str, order)))
+@pytest.mark.parametrize("changes", [{}, {"sp_size": 2}], ids=["fsdp", "sp"])
+def test_step_of_text_alone_does_not_move_the_encoder(write, settings, tmp_path, ranks, order, changes):
+    """Dummy inputs gave it gradients of zero, with which AdamW decays weights and moves them by their momentum."""
+    settings["train"] |= {"weight_decay": 0.5, "lr_scheduler": "constant", "checkpoint": {"save_steps": 1}}
+    settings["data"] |= {"packing": False}
+    one = write("one")
+    file = tmp_path / "samples" / "chat.jsonl"
+    lines = file.read_text().splitlines()
+    # The samples 0 and 3 are text.
+    file.write_text("".join(f"{lines[number]}\n" for number in order))
+    assert run_config(one) == 0
+    settings["train"] |= changes | {"max_steps": 2}
+    assert ranks.run(run_config, write("two"), timeout=90) == [0, 0]
+    # Of parameters without a gradient so far there is no state in the checkpoint.
+    settings["train"] |= {"max_steps": 3, "checkpoint": {"resume_from": "latest"}}
+    assert ranks.run(run_config, write("two"), timeout=90) == [0, 0]
+    curves = [losses(tmp_path / name) for name in ("one", "two")]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)

@@ -27,6 +27,7 @@ from opslot.distributed import (
     wait_for_ranks,
 )
 from opslot.distributed.gradient_norm import clip_grad_norm_on_host
+from opslot.models._multimodal.unused_towers import drop_gradients_of_unused_towers
 from opslot.models._own_loss import call_with_share_of_loss
 from opslot.slots import explain
 from opslot.trainer.best import BestEvaluation
@@ -400,6 +401,7 @@ class BaseTrainer(ABC):
                 if total.requires_grad:
                     (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
             loss += cross_entropy.detach()
+        drop_gradients_of_unused_towers(self.model)
         self.loss_scaler.unscale(self._trained)
         max_norm = self.config.train.max_grad_norm or math.inf
         grad_norm = clip_grad_norm_on_host(self._trained, max_norm, self.meter.waiting_for("device"))
@@ -457,10 +459,8 @@ class BaseTrainer(ABC):
         raise TrainingError(
             f"step {self.step + 1}: the loss is {loss} and the gradient norm {grad_norm}",
             found=f"{last}; this step has not changed the weights",
-            hint=(
-                "lower train.lr, raise train.warmup_steps, or check the kernels with opslot verify; "
-                "then continue with train.checkpoint.resume_from: latest"
-            ),
+            hint="lower train.lr, raise train.warmup_steps, or check the kernels with opslot verify; "
+            "then continue with train.checkpoint.resume_from: latest",
         )
 
     def _restore(self) -> None:

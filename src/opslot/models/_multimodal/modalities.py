@@ -8,7 +8,7 @@ whose smallest input is unknown have no separate collectives (`conditional`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,8 @@ from opslot.slots.protocol import trained_model
 _INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
 _VIDEO_METHOD = "get_video_features"
 _METHODS = ("get_image_features", _VIDEO_METHOD, AUDIO_METHOD)
+# Attribute of a model with towers that every rank runs.
+_CALLS = "_tower_calls"
 # What `generate` calls to encode images and audio before the forward pass.
 _ENCODES_BEFORE = "_prepare_multimodal_encoder_kwargs_for_generation"
 
@@ -72,15 +74,40 @@ class Towers:
         run_conditional_layers(model)
         if not self.are_known:
             add_zero_of_root(model)
+        calls = TowerCalls(list(self.dummies), self.are_known)
+        if self.dummies or not self.are_known:
+            model.__dict__[_CALLS] = calls
         holder = feature_module(model)
         if holder is None or not self.dummies:
             return
-        towers = _Run(holder, self.dummies)
+        towers = _Run(holder, self.dummies, calls)
         for name in self.dummies:
             setattr(holder, name, partial(towers.run, name))
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
         reader_in(holder).register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+
+
+@dataclass
+class TowerCalls:
+    """The methods of a model's towers that this rank has called on an input.
+
+    Attributes:
+        names: all of them.
+        are_known: whether towers run in no other way.
+        used: those called with gradients since the set was cleared.
+        parameters: the trained parameters of towers and projections; None until they are needed.
+    """
+
+    names: list[str]
+    are_known: bool
+    used: set[str] = field(default_factory=set)
+    parameters: list[nn.Parameter] | None = None
+
+
+def tower_calls(model: nn.Module) -> TowerCalls | None:
+    """The calls of the towers that each rank runs; None where no rank runs them on dummy inputs."""
+    return model.__dict__.get(_CALLS)
 
 
 def encode_in_forward(model: Any) -> None:
@@ -234,8 +261,11 @@ def _without_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> 
 class _Run:
     """The dummy inputs of a model's towers that one forward pass has not run yet."""
 
-    def __init__(self, holder: Any, dummies: Mapping[str, Callable[[], dict[str, Any] | None]]) -> None:
+    def __init__(
+        self, holder: Any, dummies: Mapping[str, Callable[[], dict[str, Any] | None]], calls: TowerCalls
+    ) -> None:
         self.holder = holder
+        self.calls = calls
         self.dummies = dummies
         self.pending: list[str] = []
         self.zeros: list[Tensor] = []
@@ -260,6 +290,8 @@ class _Run:
         """In place of the method `name`: before it, the dummy inputs of modalities that come earlier."""
         if self.computing:
             return self._call(name, *args, **kwargs)
+        if torch.is_grad_enabled():
+            self.calls.used.add(name)
         if name in self.pending:
             # In the order of the model's forward.
             self._run_pending(self.pending[: self.pending.index(name)])
