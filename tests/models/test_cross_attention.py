@@ -18,10 +18,11 @@ from opslot.ops.attention.layout import Keys, Layout
 from opslot.ops.attention.masks import reads_layout
 from opslot.ops.attention.reference import reference
 from opslot.slots import KERNEL_REGISTRY, binding_of
-from opslot.slots.protocol import reads_padding
+from opslot.slots.protocol import padding_read_outside, reads_padding
 from opslot.verify.random_model import random_model, worst_difference
 from opslot.verify.tiny import tiny_config
 from tests.models.tiny import with_noise
+from tests.own_code import heads_robin
 
 SOURCE = 9
 
@@ -304,6 +305,46 @@ def test_heads_of_the_first_position_read_padding(name, side, kernel):
         }
 
     assert not worst_difference(gradients(model), gradients(original))
+
+
+@pytest.mark.quick("ModernBert-*", "Bert-triton-RobinMean-right")
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["RobinMean", "RobinFirst", "RobinSequential"])
+@pytest.mark.parametrize(("arch", "kernel"), [("Bert", "triton"), ("Bert", "sdpa"), ("ModernBert", "sdpa")])
+def test_heads_of_a_user_around_an_encoder_read_padding(arch, name, side, kernel):
+    """Also where the head is in a module without a config, and ModernBERT's window hides keys."""
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    torch.manual_seed(0)
+    encoder = getattr(transformers, f"{arch}Model")._from_config(tiny_config(arch.lower())).eval()
+    original = getattr(heads_robin, name)(encoder)
+    ids = torch.randint(3, encoder.config.vocab_size, (3, SOURCE), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": padding(side)}
+    model = copy.deepcopy(original)
+    opslot.apply(model, {"attn_implementation": kernel})
+
+    def gradients(model):
+        output = model(**batch)
+        weight = model.encoder.get_input_embeddings().weight
+        return {"output": output.detach(), "weight": torch.autograd.grad(output.square().sum(), weight)[0]}
+
+    assert not worst_difference(gradients(model), gradients(original))
+    opslot.restore(model)
+    assert padding_read_outside(model.encoder) is None
+    assert type(model) is type(original)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_projected_first_position_reads_padding(side):
+    """AltCLIP's text embedding is that of the first position, from another tensor than the hidden states."""
+    torch.manual_seed(0)
+    original = transformers.AltCLIPTextModel._from_config(tiny_config("altclip").text_config).eval()
+    ids = torch.randint(3, original.config.vocab_size, (3, SOURCE), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": padding(side)}
+    model = copy.deepcopy(original)
+    opslot.apply(model, {"attn_implementation": "sdpa"})
+    found, expected = (x(**batch).pooler_output for x in (model, original))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def compiled_batch(name, device="cpu"):

@@ -20,10 +20,12 @@ from opslot.slots.protocol import (
     is_wrapped,
     modules_by_document,
     owns_config,
+    padding_read_around,
     set_attached,
     set_binding_state,
     set_kernel,
     set_owns_config,
+    set_padding_read_outside,
     set_wrappers,
     walk_slots,
     why_by_document,
@@ -140,6 +142,8 @@ def _put(model: Any, binding: Binding, placed: list[_Placed]) -> None:
             attach.append((module, [slot], kernel))
     for module, slots, kernel in (*((model, slots, None) for slots in of_op.values()), *attach):
         op = KERNEL_REGISTRY.op(slots[0].resolution.op_name)
+        if module is not model and not op.per_module:
+            set_padding_read_outside(module, padding_read_around(model, module))
         if op.attach is not None:
             set_attached(module, {**attached(module), op.name: op.attach(module, slots, kernel)})
     runs = _runs(model, binding)
@@ -216,6 +220,8 @@ def unbind(model: Any) -> None:
             hint="bind it to eager, opslot.bind(model, 'eager'), or build the model again",
         )
     _take_down(model)
+    for module in model.modules():
+        set_padding_read_outside(module, None)
 
 
 def _by_document(model: Any) -> str:

@@ -34,7 +34,7 @@ On an instance, in its `__dict__` alone, so that state_dict and parameters do no
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 PREFIX = "_opslot_"
@@ -67,6 +67,7 @@ _DERIVED_FROM = PREFIX + "derived_from"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
 _ATTACHED = PREFIX + "attached"
+_PADDING_READ_OUTSIDE = PREFIX + "padding_read_outside"
 _OWNS_CONFIG = PREFIX + "owns_config"
 _REPLACED_FORWARD = PREFIX + "replaced_forward"
 _LOSS_ONLY = PREFIX + "loss_only"
@@ -205,7 +206,37 @@ def reads_padding(model: Any) -> str | None:
             for child in module.children()
             if type(child.__dict__.get("config", model.config)) is type(model.config)
         )
+    return most_padding(found)
+
+
+def padding_read_around(root: Any, model: Any) -> str | None:
+    """As `reads_padding`, where the modules of `root` outside of a model in it read that model's hidden states.
+
+    Not those of the other Transformers models in `root`.
+    """
+    names = next(name for name, module in root.named_modules() if module is model).split(".")
+    around = {id(root.get_submodule(".".join(names[:depth]))) for depth in range(len(names))}
+    found, modules = set(), [root]
+    while modules:
+        module = modules.pop()
+        if module is not model and (id(module) in around or module.__dict__.get("config") is None):
+            found.add(getattr(type(module), READS_PADDING, None))
+            modules.extend(module.children())
+    return most_padding(found)
+
+
+def most_padding(found: Collection[str | None]) -> str | None:
+    """Where padding is read by modules of which each reads it there: ALL_PADDING, FIRST_PADDING or None."""
     return next((where for where in (ALL_PADDING, FIRST_PADDING) if where in found), None)
+
+
+def padding_read_outside(model: Any) -> str | None:
+    """What `padding_read_around` found when the model was bound."""
+    return model.__dict__.get(_PADDING_READ_OUTSIDE)
+
+
+def set_padding_read_outside(model: Any, where: str | None) -> None:
+    _set(model, _PADDING_READ_OUTSIDE, where)
 
 
 def lost_slots(module: Any) -> str:

@@ -26,9 +26,14 @@ def find_cu_seqlens_for_flash(module: ModuleView) -> Iterator[ClassFact]:
             yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
 
 
-# Hidden states of the first position, of the last one and of all.
-_FIRST = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)\[:, 0(?:, :)?\]")
-_LAST_OR_ALL = re.compile(r"(?:hidden_states?|features|outputs?(?:\[0\])?)(?:\[:, -1(?:, :)?\]|\.mean\((?:dim=)?1\))")
+# Reads of the first position, and of the last one or all, of any tensor and of hidden states.
+_READS_FIRST = r"\[:, 0(?:, :)?\]"
+_READS_LAST_OR_ALL = r"(?:\[:, -1(?:, :)?\]|\.mean\((?:dim=|axis=)?1\b)"
+_HIDDEN = r"(?:hidden|states?|features|embeddings|embeds|outputs?)(?:\[-?\d+\])?"
+_FIRST = re.compile(_HIDDEN + _READS_FIRST)
+_LAST_OR_ALL = re.compile(rf"{_HIDDEN}{_READS_LAST_OR_ALL}|\bmean\(\w*{_HIDDEN}, (?:dim=|axis=)?1\b")
+_ANY_FIRST = re.compile(rf"(?<!mask)(?<!ids)(?<!labels){_READS_FIRST}")
+_ANY_LAST_OR_ALL = re.compile(rf"(?<!mask)(?<!ids)(?<!labels){_READS_LAST_OR_ALL}|\bmean\(\w+, (?:dim=|axis=)?1\b")
 
 # Convolutions of the hidden states that attention returned, those of tokens next to padding included.
 _CONVOLVES = re.compile(r"Adapter|ResNetBlock")
@@ -38,15 +43,17 @@ _ONE_HOT_LABELS = re.compile(r"argmax\(labels\.")
 
 
 def find_readers_of_padding(module: ModuleView) -> Iterator[ClassFact]:
-    """Encoders and their heads whose output is that of a position which may be padding and attends to the tokens,
-    question answering, whose loss compares all positions with that of the answer, the classification of frames, whose
-    loss is of all positions, and convolutions of what attention returned."""
+    """Encoders and their heads, also a user's, whose output is that of a position which may be padding and attends to
+    the tokens, question answering, whose loss compares all positions with that of the answer, the classification of
+    frames, whose loss is of all positions, and convolutions of what attention returned."""
     masks_padding = module.called_by_methods("create_bidirectional_mask")
-    for name, forward in module.methods() if masks_padding else ():
+    around = _is_around_models(module)
+    first, last_or_all = (_ANY_FIRST, _ANY_LAST_OR_ALL) if around else (_FIRST, _LAST_OR_ALL)
+    for name, forward in module.methods() if masks_padding or around else ():
         text = module.text(forward)
-        if _LAST_OR_ALL.search(text):
+        if last_or_all.search(text):
             yield ClassFact(name, READS_PADDING, ALL_PADDING)
-        elif _FIRST.search(text):
+        elif first.search(text):
             yield ClassFact(name, READS_PADDING, FIRST_PADDING)
         elif _ONE_HOT_LABELS.search(text):
             yield ClassFact(name, READS_PADDING, ALL_PADDING)
@@ -54,6 +61,11 @@ def find_readers_of_padding(module: ModuleView) -> Iterator[ClassFact]:
         convolves = _CONVOLVES.search(name) and "nn.Conv1d(" in module.text(f"{name}.__init__")
         if "ForQuestionAnswering" in name or (masks_padding and convolves):
             yield ClassFact(name, READS_PADDING, ALL_PADDING)
+
+
+def _is_around_models(module: ModuleView) -> bool:
+    """Whether a module outside Transformers may have heads of other modules' encoders: it makes no masks itself."""
+    return module.upstream.own is not None and not re.search(r"\bcreate_\w*mask\w*\(", module.upstream.text)
 
 
 def find_masks_of_one_implementation(module: ModuleView) -> Iterator[Skip | ClassFact]:

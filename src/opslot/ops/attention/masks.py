@@ -25,7 +25,7 @@ from opslot.ops._common.documents import same_document
 from opslot.ops.attention.contract import AttentionCall
 from opslot.ops.attention.layout import Keys, Layout, boundaries_of_thirds
 from opslot.ops.attention.mask_patterns import BIDIRECTIONAL, MaskPattern, by_index, pattern_of
-from opslot.slots.protocol import FIRST_PADDING
+from opslot.slots.protocol import FIRST_PADDING, most_padding
 
 logger = get_logger(__name__)
 
@@ -151,6 +151,7 @@ class MaskFunction:
         falls_back: for a mask that the kernel can't apply, return a dense one.
         at_padding: queries that are padding attend to the keys that are not, instead of to the padding: ALL_PADDING,
             or FIRST_PADDING where only rows that start with padding need it.
+        at_padding_of_encoders: the same, in masks without causality.
         any_layout: also where a model asks for a tensor, since opslot passes its reader what it needs.
     """
 
@@ -159,6 +160,7 @@ class MaskFunction:
     _: KW_ONLY
     falls_back: bool = False
     at_padding: str | None = None
+    at_padding_of_encoders: str | None = None
     any_layout: bool = False
 
     def __call__(
@@ -258,8 +260,10 @@ class MaskFunction:
 
     def _reads_padding(self, given: dict[str, Any], compiling: bool) -> bool:
         """Whether queries that are padding attend to the keys that are not."""
-        if self.at_padding != FIRST_PADDING or (compiling and (self._takes_any or self._takes_keys_alone(given))):
-            return self.at_padding is not None
+        of_encoders = {self.at_padding, self.at_padding_of_encoders}
+        where = most_padding(of_encoders) if _is_bidirectional(given) else self.at_padding
+        if where != FIRST_PADDING or (compiling and (self._takes_any or self._takes_keys_alone(given))):
+            return where is not None
         tokens_first = given["attention_mask"][:, 0].all()
         if compiling:
             torch._assert_async(tokens_first, f"attn_implementation={self.name!r}: {_LEFT_PADDED}")

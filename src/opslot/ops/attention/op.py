@@ -48,6 +48,7 @@ from opslot.slots.protocol import (
     masks_ignore_positions,
     masks_of,
     modules_by_document,
+    padding_read_outside,
     reads_padding,
 )
 
@@ -260,12 +261,17 @@ def _attach(model: Any, slots: Sequence[SlotBinding], kernel: Callable[..., Any]
     chosen = slot.resolution.chosen
     falls_back = not slot.resolution.explicit and not masks.applies_any(mask_function)
     falls_back = getattr(mask_function, "falls_back", falls_back)
-    at_padding = None if slot.wrappers else reads_padding(model)
+    at_padding, of_encoders = (None, None) if slot.wrappers else (reads_padding(model), padding_read_outside(model))
     if not slot.wrappers:
         # An indexer reads documents and padding of its mask as those of a kernel.
         indexed = slot.resolution.variant == "indexed"
         mask_function = masks.MaskFunction(
-            mask_function, chosen, falls_back=falls_back, at_padding=at_padding, any_layout=indexed
+            mask_function,
+            chosen,
+            falls_back=falls_back,
+            at_padding=at_padding,
+            at_padding_of_encoders=of_encoders,
+            any_layout=indexed,
         )
         kernel = masks.reads_layout(kernel, dense if falls_back else None)
     # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks.
@@ -277,6 +283,7 @@ def _attach(model: Any, slots: Sequence[SlotBinding], kernel: Callable[..., Any]
         shown += "_compressed"
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
     suffixes = [*(["or_dense"] if falls_back else []), *([f"at_{at_padding}_padding"] if at_padding else [])]
+    suffixes += [f"at_{of_encoders}_padding_of_encoders"] if of_encoders else []
     name = ATTENTION_PREFIX + "_".join([shown, *suffixes, *wrappers])
     bound = BoundKernel(OP.name, slot.resolution.variant, chosen, slot.resolution.explicit, kernel, slot.path)
     AttentionInterface.register(name, bound.as_function())
