@@ -335,6 +335,19 @@ def test_heads_of_a_user_around_an_encoder_read_padding(arch, name, side, kernel
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
+def test_text_features_of_the_first_position_read_padding(side):
+    """Chinese-CLIP reads it in `get_text_features`, outside of its text model."""
+    torch.manual_seed(0)
+    original = transformers.ChineseCLIPModel._from_config(tiny_config("chinese_clip")).eval()
+    ids = torch.randint(3, original.text_model.config.vocab_size, (3, SOURCE))
+    batch = {"input_ids": ids, "attention_mask": padding(side)}
+    model = copy.deepcopy(original)
+    opslot.apply(model, {"attn_implementation": "sdpa"})
+    found, expected = (x.get_text_features(**batch).pooler_output for x in (model, original))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
 def test_projected_first_position_reads_padding(side):
     """AltCLIP's text embedding is that of the first position, from another tensor than the hidden states."""
     torch.manual_seed(0)

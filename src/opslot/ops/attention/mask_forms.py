@@ -32,6 +32,8 @@ _READS_LAST_OR_ALL = r"(?:\[:, -1(?:, :)?\]|\.mean\((?:dim=|axis=)?1\b)"
 _HIDDEN = r"(?:hidden|states?|features|embeddings|embeds|outputs?)(?:\[-?\d+\])?"
 _FIRST = re.compile(_HIDDEN + _READS_FIRST)
 _LAST_OR_ALL = re.compile(rf"{_HIDDEN}{_READS_LAST_OR_ALL}|\bmean\(\w*{_HIDDEN}, (?:dim=|axis=)?1\b")
+# Methods of Transformers' classes that compute what a model returns.
+_MAY_POOL = re.compile(r"forward|get_\w+_features")
 _ANY_FIRST = re.compile(rf"(?<!mask)(?<!ids)(?<!labels){_READS_FIRST}")
 _ANY_LAST_OR_ALL = re.compile(rf"(?<!mask)(?<!ids)(?<!labels){_READS_LAST_OR_ALL}|\bmean\(\w+, (?:dim=|axis=)?1\b")
 
@@ -49,8 +51,9 @@ def find_readers_of_padding(module: ModuleView) -> Iterator[ClassFact]:
     masks_padding = module.called_by_methods("create_bidirectional_mask")
     around = _is_around_models(module)
     first, last_or_all = (_ANY_FIRST, _ANY_LAST_OR_ALL) if around else (_FIRST, _LAST_OR_ALL)
-    for name, forward in module.methods() if masks_padding or around else ():
-        text = module.text(forward)
+    for name in module.classes if masks_padding or around else ():
+        methods = [m for m in module.own_methods(name) if m != "__init__" and (around or _MAY_POOL.fullmatch(m))]
+        text = "\n".join(module.text(f"{name}.{method}") for method in methods)
         if last_or_all.search(text):
             yield ClassFact(name, READS_PADDING, ALL_PADDING)
         elif first.search(text):
