@@ -76,9 +76,9 @@ class KernelLauncher:
     """Launches a Triton kernel, and reuses the compiled kernel without Triton's lookup.
 
     `kernel[grid](...)` looks up the compiled kernel on every call, which takes 20 us on the host of an H200; steps of
-    small models are bound by this. Compiled kernels are cached by device, dtypes, constants, and what Triton specializes
-    on. All calls go through Triton while a profiler has hooks on launches, and on AMD GPUs, where Triton specializes on
-    tensors of less than 2 GiB as well.
+    small models are bound by this. Compiled kernels are cached by device, dtypes, constants and what Triton specializes
+    on. All calls go through Triton while a profiler has hooks on launches, and on AMD GPUs, where Triton also
+    specializes on tensors of less than 2 GiB.
 
     The kernel's parameters are in this order: pointers, strides, scalars that are not specialized on, constants.
     """
