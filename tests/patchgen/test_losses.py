@@ -1,6 +1,9 @@
 import ast
 import textwrap
 
+import pytest
+
+from opslot.patchgen.fused_loss import UnknownLossError
 from opslot.patchgen.losses import loss_region
 
 FORWARD = """
@@ -57,3 +60,27 @@ def test_losses_that_pass_everything_on_keep_their_statements():
     region = region_of(", **kwargs")
     assert region.original == ""
     assert computed(region, region.fused, num_items_in_batch=7)["num_items_in_batch"] == 7
+
+
+@pytest.mark.parametrize(
+    "conditional",
+    ["None if labels is None else {loss}", "{loss} if labels is not None else None"],
+)
+def test_loss_in_a_conditional_expression(conditional):
+    block = "loss = None\n    if labels is not None:\n        loss = {loss}"
+    loss = "self.loss_function(logits, labels, self.config.vocab_size, **kwargs)"
+    text = FORWARD.split("    loss = None")[0] + "    {}\n    return Output(loss=loss, logits=logits)\n"
+    regions = []
+    for statements in (block, f"loss = {conditional}"):
+        (forward,) = ast.parse(text.format(statements.format(loss=loss))).body
+        regions.append(loss_region(forward))
+    assert regions[0].fused == regions[1].fused
+    assert regions[1].stop == regions[0].stop - 1
+
+
+def test_loss_with_another_default_is_reported():
+    loss = "self.loss_function(logits, labels, self.config.vocab_size, **kwargs)"
+    text = FORWARD.split("    loss = None")[0] + f"    loss = 0.0 if labels is None else {loss}\n    return loss\n"
+    (forward,) = ast.parse(text).body
+    with pytest.raises(UnknownLossError, match="another way than in `if labels is not None:`"):
+        loss_region(forward)

@@ -135,6 +135,7 @@ def loss_region(
     """
     forward = copy.deepcopy(forward)
     passes_on = _pass_on_arguments(forward)
+    own, forward.body = forward.body, [_as_block(statement) for statement in forward.body]
     criteria = _criteria(forward, init)
     end, block = _loss_block(forward, criteria)
     calls = [node for node in ast.walk(block) if isinstance(node, ast.Call) and is_loss(node, criteria)]
@@ -153,7 +154,7 @@ def loss_region(
         raise UnknownLossError(f"adds `{shape.bias}` to the logits of a head with a bias")
     _check_later_uses(forward.body[end + 1 :], logits)
 
-    original = "\n".join(map(ast.unparse, forward.body[start : end + 1])) if passes_on else ""
+    original = "\n".join(map(ast.unparse, own[start : end + 1])) if passes_on else ""
 
     if uses_names(head.input, logits):
         kept_input = assignment("in_head", head.input)
@@ -187,6 +188,21 @@ def _pass_on_arguments(forward: ast.FunctionDef) -> bool:
     return changed
 
 
+def _as_block(statement: ast.stmt) -> ast.stmt:
+    """`loss = None if labels is None else <loss>`, in either order, as the block that computes the loss."""
+    match statement:
+        case ast.Assign(value=ast.IfExp(test=test, body=with_labels, orelse=without)):
+            if ast.unparse(test) == "labels is None":
+                with_labels, without = without, with_labels
+            elif ast.unparse(test) != "labels is not None":
+                return statement
+            if ast.unparse(without) == "None":
+                assigned = ast.Assign(statement.targets, with_labels)
+                block = ast.If(ast.parse("labels is not None", mode="eval").body, [assigned], [])
+                return ast.fix_missing_locations(ast.copy_location(block, statement))
+    return statement
+
+
 def _loss_block(forward: ast.FunctionDef, criteria: dict[str, ast.Call]) -> tuple[int, ast.If]:
     """Index and statement of `if labels is not None:` with the loss in it."""
     found = [
@@ -198,7 +214,9 @@ def _loss_block(forward: ast.FunctionDef, criteria: dict[str, ast.Call]) -> tupl
         and any(is_loss(node, criteria) for node in ast.walk(statement))
     ]
     if len(found) != 1:
-        raise UnknownLossError(f"computes its loss in {'several places' if found else 'another module'}")
+        elsewhere = any(is_loss(node, criteria) for node in ast.walk(forward))
+        places = "several places" if found else "another way than in `if labels is not None:`"
+        raise UnknownLossError(f"computes its loss in {places if found or elsewhere else 'another module'}")
     return found[0]
 
 
