@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import opslot
-from opslot._base.errors import PatchError
+from opslot._base.errors import ConfigError, PatchError
 from opslot.models._own_classes import own_slots, with_slots
 from opslot.models.discovery import discover
 from opslot.patchgen import materialize
@@ -205,3 +205,10 @@ def test_long_names_of_modules(module):
     made = module(ROTARY + ROTATES.replace("from . import SCALE", "SCALE = 1"), name)
     opslot.apply(made.Rotates())
     assert all(len(part) < 200 for part in materialize(architecture_from(name)).parts[:-1])
+
+
+def test_models_of_a_package_of_kernels_are_reported(module):
+    """Their layers call kernels already, so their code is not read."""
+    made = module(ROTARY + ROTATES.replace("from . import SCALE", "SCALE = 1"), "fla.made_models")
+    with pytest.raises(ConfigError, match="classes of fla call its own kernels, and are not searched"):
+        opslot.apply(made.Rotates())

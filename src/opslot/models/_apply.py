@@ -13,6 +13,7 @@ from opslot._base.logging import get_logger
 from opslot.models._own_classes import binds, class_made_from, overridden, own_slots, with_slots
 from opslot.models._registry import architecture_of
 from opslot.patchgen.names import architecture_in
+from opslot.patchgen.own_code import has_own_kernels
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import binding_of, require_module
 from opslot.slots.binding import resolve
@@ -150,7 +151,10 @@ def nothing_to_bind(model: Any) -> ConfigError:
 def _skips(model: Any) -> list[str]:
     """What keeps its implementation in the modules of a model without slots, and why."""
     found = [f"{part.op} of {part.symbol}: it {part.reason}" for part in _without_slots(model)]
-    return list(dict.fromkeys([*found, *(problem for cls in _classes(model) if (problem := own_slots(cls).problem))]))
+    problems = [problem for cls in _classes(model) if (problem := own_slots(cls).problem)]
+    packages = {cls.__module__.partition(".")[0] for cls in _classes(model) if has_own_kernels(cls.__module__)}
+    kernels = [f"classes of {package} call its own kernels, and are not searched" for package in sorted(packages)]
+    return list(dict.fromkeys([*found, *problems, *kernels]))
 
 
 def _without_slots(model: Any) -> Iterator[Skipped]:

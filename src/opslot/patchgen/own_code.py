@@ -18,11 +18,12 @@ from opslot._base.errors import PatchError
 from opslot.patchgen.names import PACKAGE, architecture_in
 from opslot.patchgen.upstream import Definition, UpstreamModule, find_nodes
 
+# Packages of kernels, which their own classes of models call.
+_KERNELS = frozenset({"causal_conv1d", "fla", "flash_attn", "liger_kernel", "mamba_ssm", "quack"})
 # Packages whose modules compute nothing that an op replaces, or wrap modules of a model.
-_LIBRARIES = frozenset(
+_LIBRARIES = _KERNELS | frozenset(
     {PACKAGE, "opslot", "torch", "torchvision", "torchaudio", "torchao", "triton", "numpy", "builtins"}
     | {"accelerate", "bitsandbytes", "deepspeed", "huggingface_hub", "kernels", "peft", "safetensors", "trl"}
-    | {"causal_conv1d", "fla", "flash_attn", "liger_kernel", "mamba_ssm", "quack"}
 )
 
 # Decorators of classes that leave methods as they are, or that the classes derived from theirs have without them.
@@ -41,6 +42,11 @@ def may_be_read(module: str) -> bool:
     """Whether a module, by its name, is a user's: not one of Transformers, torch, or what wraps models."""
     top = module.partition(".")[0]
     return top not in _LIBRARIES and top not in sys.stdlib_module_names
+
+
+def has_own_kernels(module: str) -> bool:
+    """Whether a module, by its name, is of a package of kernels, whose code is not read."""
+    return module.partition(".")[0] in _KERNELS
 
 
 def read_module(name: str, version: str, read: Callable[[str], UpstreamModule]) -> UpstreamModule:
