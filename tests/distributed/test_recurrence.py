@@ -3,10 +3,19 @@
 import pytest
 import torch
 
-from opslot.distributed import ShardedConvolution, UlyssesDeltaRule, UlyssesScan, init_parallel_state
+import opslot
+from opslot.distributed import (
+    ShardedConvolution,
+    UlyssesDeltaRule,
+    UlyssesScan,
+    init_parallel_state,
+    shard_sequence,
+)
 from opslot.ops.causal_conv1d.op import reference as convolve
 from opslot.ops.chunk_gated_delta_rule.op import reference as delta_rule
 from opslot.ops.mamba_chunk_scan.op import reference as scan
+from opslot.verify.random_model import random_model
+from opslot.verify.tiny import tiny_config
 from tests.distributed import tiny
 from tests.models.sizes import MIXED
 
@@ -189,3 +198,19 @@ def test_indivisible_heads_raise(ranks, rank_failed):
 def test_indivisible_heads_of_a_scan_raise(ranks, rank_failed):
     with pytest.raises(rank_failed, match="sp=2 does not divide 3 scan heads"):
         ranks.run(indivisible_scan)
+
+
+def caches():
+    state = init_parallel_state(device_type="cpu", sp=2)
+    config = tiny_config("qwen3_next")
+    model = random_model(config)
+    opslot.apply(model)
+    opslot.parallelize(model, state)
+    ids = torch.arange(5, 29)[None] % config.vocab_size
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    return model(**shard_sequence({"input_ids": ids, "position_ids": positions})).past_key_values is None
+
+
+def test_documents_that_start_on_one_rank_make_no_cache(ranks):
+    """The other rank made one, whose states it gathered alone."""
+    assert ranks.run(caches, timeout=60) == [True, True]

@@ -13,6 +13,7 @@ from opslot.ops._common.by_document import add_documents
 from opslot.ops._common.documents import (
     assert_no_restart,
     given_arguments,
+    has_cache,
     may_pack,
     models_around,
     positions_of_documents,
@@ -50,7 +51,11 @@ def _without_cache(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     positions that restart."""
     if kwargs.get("use_cache") is not None or not getattr(model.config, "use_cache", False):
         return None
-    positions = positions_of_documents(given_arguments(model, args, kwargs))
+    given = given_arguments(model, args, kwargs)
+    if given.get("cu_seq_lens_q") is not None and not has_cache(given):
+        # Positions of a shard of a sequence restart on some ranks only, and states of a cache are gathered.
+        return args, {**kwargs, "use_cache": False}
+    positions = positions_of_documents(given)
     if positions is None:
         return None
     # A compiled model cannot read positions, and training needs no cache.
