@@ -17,7 +17,6 @@ import json
 import re
 import runpy
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +92,9 @@ _MODEL_LABELS = {
     "qwen3_0.6b_1x2048_graphs": "Qwen3-0.6B, whole, 1 x 2,048, another run",
     "qwen3_8b": "Qwen3-8B, whole",
     "llama3.1_8b_width": "Llama-3.1-8B width",
+    "llama3.2_1b": "Llama-3.2-1B, whole",
     "llama_3b_width": "Llama-3.2-3B width",
+    "qwen2.5_7b_width": "Qwen2.5-7B width",
     "mistral_7b_width": "Mistral-7B width, sliding window",
     "phi4_width": "Phi-4 width",
     "olmo3_7b_width": "OLMo-3-7B width",
@@ -109,6 +110,9 @@ _MODEL_LABELS = {
     "moonlight_width_2": "Moonlight-16B-A3B width, another run",
     "glm_4.5_air_width": "GLM-4.5-Air width",
     "glm_4.5_air_width_2": "GLM-4.5-Air width, another run",
+    "mixtral_8x7b_width": "Mixtral-8x7B width, 4 layers",
+    "lfm2_8b_a1b_width": "LFM2-8B-A1B width",
+    "qwen3_next_80b_a3b_width": "Qwen3-Next-80B-A3B width, 4 layers",
     "qwen3.5_9b_width": "Qwen3.5-9B width",
     "qwen3.5_35b_a3b_width": "Qwen3.5-35B-A3B width, 4 layers",
     "qwen3_vl_8b_width": "Qwen3-VL-8B width",
@@ -644,8 +648,6 @@ def plots() -> Iterator[tuple[Path, Result]]:
     chosen = [replace(run, steps=[], curve=None) for run in chosen if run.ops]
     chosen.sort(key=lambda run: order[run.ops[0].comparison])
     yield ROOT / "docs" / "ops.png", replace(result, runs=chosen)
-    # A model with one implementation compares nothing.
-    measured = Counter(row.model for row in result.steps if row.valid)
     trained = [
         replace(
             run,
@@ -653,7 +655,7 @@ def plots() -> Iterator[tuple[Path, Result]]:
             steps=[
                 replace(row, model=_label(row.model))
                 for row in sorted(run.steps, key=lambda row: _place(row.model))
-                if measured[row.model] > 1
+                if row.model in _README_STEPS
             ],
         )
         for run in sorted(result.runs, key=lambda run: min([_place(row.model) for row in run.steps], default=1000))
