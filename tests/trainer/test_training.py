@@ -74,6 +74,7 @@ def test_files_in_the_output_folder(train, settings, tmp_path):
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
         "config.yaml",
+        "exports.json",
         "hf",
         "kernels.json",
         "kernels.txt",
