@@ -8,7 +8,17 @@ import torch
 import transformers
 
 from opslot.data.multimodal.media import Limits, Video, load_video
-from opslot.data.multimodal.processor_call import call_processor, source_has
+from opslot.data.multimodal.processor_call import _of_audio, call_processor, source_has
+
+
+class Extractor:
+    n_fft = 400
+    hop_length = 160
+    n_samples = 480_000
+    sampling_rate = 16_000
+
+    def __call__(self, audio, sampling_rate=None, max_length=None):
+        pass
 
 
 class Omni(transformers.Qwen2_5OmniProcessor):
@@ -16,7 +26,7 @@ class Omni(transformers.Qwen2_5OmniProcessor):
 
     def __init__(self):
         self.video_processor = SimpleNamespace(temporal_patch_size=2)
-        self.feature_extractor = SimpleNamespace(n_fft=400, hop_length=160, n_samples=480_000)
+        self.feature_extractor = Extractor()
 
     def __call__(self, **arguments):
         return arguments
@@ -119,11 +129,24 @@ def test_audio_beside_the_tracks_of_videos():
 def test_audio_is_padded_to_a_window_after_its_end():
     """Not to 30 seconds, or 300 of Qwen-Omni's checkpoints."""
     short = np.zeros(1_000, np.float32)
-    assert call(audio=[short], tracks=[None], masks_audio=True)["audio_kwargs"] == {"max_length": 1_440}
-    assert call(audio=[short, np.zeros(10**6)], tracks=[None] * 2, masks_audio=True)["audio_kwargs"] == {
-        "max_length": 480_000
-    }
-    assert "audio_kwargs" not in call(audio=[short], tracks=[None])
+    assert call(audio=[short], tracks=[None], masks_audio=True)["audio_kwargs"]["max_length"] == 1_440
+    both = call(audio=[short, np.zeros(10**6)], tracks=[None] * 2, masks_audio=True)
+    assert both["audio_kwargs"]["max_length"] == 480_000
+    assert "max_length" not in call(audio=[short], tracks=[None])["audio_kwargs"]
+
+
+@pytest.mark.parametrize("name", ["OmniASRFeatureExtractor", "Phi4MultimodalFeatureExtractor"])
+def test_extractors_that_take_the_rate_get_it(name):
+    """Transformers logged a warning for each sample, and again for each batch."""
+    processor = SimpleNamespace(feature_extractor=getattr(transformers, name)())
+    found = _of_audio(processor, [np.zeros(1_000, np.float32)], masks_audio=False)
+    assert found == {"sampling_rate": 16_000}
+
+
+def test_extractor_that_does_not_take_the_rate():
+    """Granite Speech's raises TypeError for it."""
+    processor = SimpleNamespace(audio_processor=transformers.GraniteSpeechFeatureExtractor)
+    assert _of_audio(processor, [np.zeros(1_000, np.float32)], masks_audio=False) == {}
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from opslot._base.source import source_of
+from opslot._base.source import method_parameters, source_of
 from opslot.data.multimodal.media import Video
 
 # Of tokens, in `mm_token_type_ids`: 0 is text and 2 a video.
@@ -60,8 +60,8 @@ def call_processor(
         arguments["images"] = media["image"] if is_flat else [media["image"]]
     if media["audio"]:
         arguments["audio"] = media["audio"]
-        if masks_audio:
-            arguments["audio_kwargs"] = {"max_length": _padded_length(processor.feature_extractor, media["audio"])}
+        if audio_options := _of_audio(processor, media["audio"], masks_audio):
+            arguments["audio_kwargs"] = audio_options
     videos: list[Video] = media["video"]
     if videos:
         arguments |= _of_videos([_of_one_step(video, processor.video_processor) for video in videos])
@@ -161,6 +161,17 @@ def _of_tracks(processor: Any, tracks: Sequence[int | None]) -> dict[str, Any]:
         return {"load_audio_from_video": True, "audio_from_video_indices": list(tracks)}
     # Transformers before 5.23.
     return {"use_audio_in_video": True}
+
+
+def _of_audio(processor: Any, audio: Sequence[Any], masks_audio: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    extractor = getattr(processor, "feature_extractor", None)
+    # An extractor that takes the rate logs a warning in each call without it.
+    if extractor is not None and "sampling_rate" in method_parameters(type(extractor), "__call__"):
+        options["sampling_rate"] = extractor.sampling_rate
+    if masks_audio:
+        options["max_length"] = _padded_length(extractor, audio)
+    return options
 
 
 def _padded_length(extractor: Any, audio: Sequence[Any]) -> int:
