@@ -7,6 +7,7 @@ from torch.distributed.fsdp import fully_shard
 import opslot
 from opslot.distributed import init_parallel_state
 from opslot.models._multimodal.conditional import add_zero_of_skipped_modules
+from opslot.models._multimodal.unused_modules import drop_gradients_of_unused_modules
 from opslot.verify.random_model import random_ids, random_model, train_step, whole_batch, worst_difference
 from opslot.verify.tiny import tiny_config
 
@@ -85,6 +86,27 @@ def test_skipped_experts_get_zero_gradients_in_compiled_code():
     torch.compile(layer, backend="eager", fullgraph=True)(x, "b").sum().backward()
     assert torch.equal(weight.grad, *expected)
     assert all(p.grad is not None and not p.grad.any() for name in "ac" for p in layer.experts[name].parameters())
+
+
+def gradients_on_ranks(choices):
+    state = init_parallel_state(device_type="cpu")
+    torch.manual_seed(0)
+    model = Layer()
+    fully_shard(model, mesh=state.mesh["dp_shard"])
+    add_zero_of_skipped_modules(model)
+    found = []
+    for chosen in choices:
+        model.zero_grad()
+        model(torch.randn(2, 3), chosen[state.rank]).sum().backward()
+        drop_gradients_of_unused_modules(model)
+        found.append([name for name in "abc" if model.experts[name].weight.grad is not None])
+    return found
+
+
+def test_experts_that_no_rank_uses_get_no_gradient(ranks):
+    """As in one process; with zeros, AdamW would decay them and move them by their momentum."""
+    expected = [["a", "b"], ["c"], ["a", "b"]]
+    assert ranks.run(gradients_on_ranks, ["ab", "cc", "ba"]) == [expected] * 2
 
 
 class Stages(nn.Module):

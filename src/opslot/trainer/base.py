@@ -27,7 +27,7 @@ from opslot.distributed import (
     wait_for_ranks,
 )
 from opslot.distributed.gradient_norm import clip_grad_norm_on_host
-from opslot.models._multimodal.unused_towers import drop_gradients_of_unused_towers
+from opslot.models._multimodal.unused_modules import drop_gradients_of_unused_modules
 from opslot.models._own_loss import call_with_share_of_loss
 from opslot.slots import explain
 from opslot.trainer.best import BestEvaluation
@@ -401,7 +401,7 @@ class BaseTrainer(ABC):
                 if total.requires_grad:
                     (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
             loss += cross_entropy.detach()
-        drop_gradients_of_unused_towers(self.model)
+        drop_gradients_of_unused_modules(self.model)
         self.loss_scaler.unscale(self._trained)
         max_norm = self.config.train.max_grad_norm or math.inf
         grad_norm = clip_grad_norm_on_host(self._trained, max_norm, self.meter.waiting_for("device"))

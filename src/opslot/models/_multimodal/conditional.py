@@ -26,6 +26,8 @@ from opslot.slots.protocol import trained_model
 
 # Arguments of any decoder and its layers.
 _OF_TOKENS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", *CACHE_ARGUMENTS}
+# Attribute of a model with lists of modules that a rank may skip.
+_SKIPPED = "_skipped_modules"
 
 
 def transformers_model(model: nn.Module) -> Any:
@@ -91,6 +93,7 @@ def run_conditional_layers(model: nn.Module) -> None:
 
 def add_zero_of_skipped_modules(model: nn.Module) -> None:
     """Let each module of a list in a layer, such as an expert, get gradients on ranks that do not call it: zeros."""
+    found = model.__dict__[_SKIPPED] = []
     for owner in model.modules():
         for stack in _stacks(owner):
             # PEFT's layers have a dictionary with one module for each adapter.
@@ -98,7 +101,12 @@ def add_zero_of_skipped_modules(model: nn.Module) -> None:
             # One with a group of its own inside is sharded when its owner ends.
             has_groups = any(isinstance(module, FSDPModule) for part in parts for module in part.modules())
             if len(parts) > 1 and not has_groups:
-                _Skipped(owner, parts)
+                found.append(SkippedModules(owner, parts))
+
+
+def skipped_modules(model: nn.Module) -> list[SkippedModules]:
+    """What `add_zero_of_skipped_modules` has found in a model; empty where it was not called."""
+    return model.__dict__.get(_SKIPPED, [])
 
 
 def _stacks(owner: nn.Module) -> Iterator[Iterable[nn.Module]]:
@@ -110,12 +118,19 @@ def _stacks(owner: nn.Module) -> Iterator[Iterable[nn.Module]]:
             yield child.children()
 
 
-class _Skipped:
-    """The modules of a list that a call of their owner has not called."""
+class SkippedModules:
+    """The modules of a list that a call of their owner has not called.
+
+    Attributes:
+        parts: the modules of the list.
+        called: those that the current call of their owner has called.
+        used: those called with gradients since the set was cleared; without those that compiled code calls.
+    """
 
     def __init__(self, owner: nn.Module, parts: list[nn.Module]) -> None:
         self.parts = parts
         self.called: set[nn.Module] = set()
+        self.used: set[nn.Module] = set()
         owner.register_forward_pre_hook(self.begin)
         # Before FSDP frees the whole parameters.
         owner.register_forward_hook(self.end, prepend=True)
@@ -139,6 +154,7 @@ class _Skipped:
         # Compiled code does not know what it skips, and zeros change no gradient.
         parts = self.parts
         if not torch.compiler.is_compiling():
+            self.used |= self.called
             parts = [part for part in parts if part not in self.called]
         skipped = [module for part in parts for module in part.modules()]
         leaves, spec = pytree.tree_flatten(output)
