@@ -709,6 +709,8 @@ def test_floating_point_features_are_joined_in_a_dtype(monkeypatch, in_worker):
 class GivenFeatures:
     """A processor's outputs for samples, in their order, of a model with one axis of positions."""
 
+    audio_mask = None
+
     def __init__(self, encoder, parts):
         self.config = encoder.config
         self.positions = SimpleNamespace(axes=1, takes_text_axis=False)
@@ -836,3 +838,34 @@ def test_media_in_messages_of_other_forms(encoder_of, tmp_path, form):
     (document,), problems, _ = encode(encoder, write(tmp_path, {"messages": given, "images": ["1.png"]}))
     assert not problems
     assert "user\n[1]what?" in rendered(encoder, document)
+
+
+def test_mask_that_an_extractor_returns_for_several_audios_alone(encoder_of):
+    """Phi-4 multimodal's mask had no rows for samples with one audio, which its encoder does not take."""
+    names = "audio_input_features", "audio_attention_mask"
+    several = dict(zip(names, (torch.ones(2, 5, 4), torch.arange(5) < torch.tensor([[5], [2]])), strict=True))
+    one = {names[0]: torch.ones(1, 3, 4)}
+    encoder = GivenFeatures(encoder_of(), [one, several, {}])
+    encoder.audio_mask = names
+    assert collate(encoder, 3)[names[1]].sum(1).tolist() == [3, 5, 2]
+    encoder.parts = iter([one, {}])
+    assert names[1] not in collate(encoder, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["mel", "sizes", "mel_mask"], ("mel", "mel_mask")),
+        (["mel", "attention_mask"], None),
+        (["mel", "other_mask"], None),
+    ],
+)
+def test_mask_of_audio_is_one_that_the_model_takes(encoder_of, names, expected):
+    class Model:
+        def forward(self, attention_mask, mel_mask):
+            pass
+
+    encoder = encoder_of()
+    encoder.processor.feature_extractor = SimpleNamespace(model_input_names=names)
+    encoder.positions = SimpleNamespace(model=Model())
+    assert encoder.audio_mask == expected

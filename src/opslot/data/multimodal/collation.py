@@ -44,12 +44,14 @@ class MultimodalCollator:
         rotary = text.expand(axes, *text.shape).clone()
         per_token: dict[str, torch.Tensor] = {}
         features: dict[str, list[torch.Tensor]] = {}
+        made = None
         for row, sample in enumerate(samples):
             start = 0
             for length, extra in zip(sample["lengths"], sample.get("extras", ()), strict=False):
                 stop = start + length
                 found = self.encoder.features(extra, sample["input_ids"][start:stop])
                 rotary[:, row, start:stop] = found.pop("position_ids")
+                made = self._add_audio_mask(found) or made
                 for name, value in found.items():
                     if name in PER_TOKEN:
                         zeros = torch.zeros(*text.shape, *value.shape[1:], dtype=value.dtype)
@@ -60,8 +62,20 @@ class MultimodalCollator:
         if axes > 1:
             batch["position_ids"] = torch.cat([text[None], rotary]) if positions.takes_text_axis else rotary
         joined = {name: _joined(values, self.dtype) for name, values in features.items()}
+        if made is not None and len(joined[made]) == 1:
+            # As the processor returns for it.
+            del joined[made]
         self._check_videos(batch["input_ids"], features, {**per_token, **joined})
         return {**batch, **per_token, **joined}
+
+    def _add_audio_mask(self, found: dict[str, torch.Tensor]) -> str | None:
+        """Add the mask of the frames of a document's audio where the processor returns none for one audio alone, since
+        other audio in the micro batch may be longer; returns its name."""
+        features, mask = self.encoder.audio_mask or (None, None)
+        if features not in found or mask is None or mask in found:
+            return None
+        found[mask] = torch.ones(found[features].shape[:2], dtype=torch.bool)
+        return mask
 
     def _check_videos(
         self, ids: torch.Tensor, features: dict[str, list[torch.Tensor]], inputs: dict[str, torch.Tensor]

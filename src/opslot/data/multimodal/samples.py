@@ -369,6 +369,18 @@ class MultimodalEncoder(ChatEncoder):
         classes = {type(module) for module in modules if hasattr(module, "get_audio_features")}
         return any("[feature_attention_mask.bool()]" in source_of(c.get_audio_features) for c in classes)
 
+    @cached_property
+    def audio_mask(self) -> tuple[str, str] | None:
+        """The names of features of audio [N, frames, ...] and of the mask of their frames, as the extractor and the
+        model have them; None without one.
+
+        Phi-4 multimodal's extractor returns the mask for several audios alone.
+        """
+        names = [*getattr(self.loader.component("audio"), "model_input_names", ())]
+        taken = set(method_parameters(type(self.positions.model))) - {*_OWN}
+        mask = next((name for name in names[1:] if name.endswith("mask") and name in taken), None)
+        return None if mask is None else (names[0], mask)
+
     @property
     def media_tokens(self) -> list[int]:
         """Tokens that the model replaces with features."""
