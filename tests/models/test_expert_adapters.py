@@ -8,9 +8,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import opslot
+from opslot.checkpoint.adapters import add_adapter, load_adapter, save_adapter
 from opslot.distributed import ParallelState
+from opslot.models import build_foundation_model
 from opslot.verify.tiny import tiny_config
 from tests.models.tiny import with_noise
+from tests.omni import CONFIGS
 
 
 def loss_and_gradients(model, ids):
@@ -189,3 +192,17 @@ def test_opcheck(kernel):
     needs = [True] * 4 + [False] * 3 + [True, True, False, False, True, True]
     arguments = (torch.randn_like(x), *given, *parts, *gating, *needs)
     torch.library.opcheck(backward.default, arguments, test_utils=tests)
+
+
+def test_adapters_of_an_omni_model_are_read_again(tmp_path):
+    """Its adapted weights are named by their path, in which PEFT nests the adapters of a module's second weight."""
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    lora = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=names, init_lora_weights=False)
+    model, again = (build_foundation_model(CONFIGS["qwen3_omni_moe"](), init_device="cpu") for _ in range(2))
+    add_adapter(model, lora)
+    load_adapter(again, save_adapter(model, tmp_path / "adapters"))
+    expected, found = ({name: p for name, p in m.named_parameters() if "lora" in name} for m in (model, again))
+    assert found.keys() == expected.keys()
+    assert sum("experts" in name for name in found) == 8
+    for name, parameter in expected.items():
+        assert torch.equal(found[name], parameter), name

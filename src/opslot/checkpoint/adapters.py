@@ -254,11 +254,13 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
 def _name_targets_in_full(model: nn.Module, config: Any) -> None:
     """Let the config name each adapted module and parameter by its path, which no part that this model is built
     without has (the talker of omni models)."""
-    layers = [(clean_fqn(path), getattr(layer, "parameter_name", None)) for path, layer in adapter_layers(model)]
+    layers = [(path, getattr(layer, "parameter_name", None)) for path, layer in adapter_layers(model)]
     if config.target_modules:
-        config.target_modules = sorted(path for path, parameter in layers if parameter is None)
+        config.target_modules = sorted(clean_fqn(path) for path, parameter in layers if parameter is None)
     if config.target_parameters:
-        config.target_parameters = sorted(f"{path}.{parameter}" for path, parameter in layers if parameter is not None)
+        config.target_parameters = sorted(
+            f"{clean_fqn(_outermost(path, model))}.{parameter}" for path, parameter in layers if parameter is not None
+        )
 
 
 def _subtract_initial(model: nn.Module, config: Any, tensors: dict[str, Tensor]) -> None:
