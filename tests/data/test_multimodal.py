@@ -307,6 +307,8 @@ def test_tag_without_a_column_is_counted(encoder_of, tmp_path):
     [
         ({"type": "image", "image": "1.png", "max_pixels": 1000}, "has max_pixels, which is not applied"),
         ({"type": "video", "video": "1.mp4", "video_start": 1.0}, "has video_start, which is not applied"),
+        ({"type": "video", "video": "1.mp4", "num_frames": 4}, "has num_frames, which is not applied"),
+        ({"type": "video", "video": {"path": "1.mp4", "nframes": 4}}, "has nframes, which is not applied"),
     ],
 )
 def test_setting_of_a_part_that_is_not_applied(encoder_of, tmp_path, part, problem):

@@ -20,10 +20,11 @@ _PATH_TAG = re.compile(r"<img>[^<>\n]+</img>")
 # Whose turns the columns of texts are.
 _SPEAKER = {"prompt": "user", "completion": "assistant"}
 _SOURCES = ("path", "url", "bytes", "base64", "array", "frames", "file")
-# Settings of a part that qwen-vl-utils applies, and the field for all samples.
+# Settings of a part that qwen-vl-utils or Transformers apply, and the field for all samples.
 _SETTINGS = {
     **dict.fromkeys(("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels"), "data.max_pixels"),
-    **dict.fromkeys(("nframes", "min_frames", "max_frames"), "data.max_frames"),
+    **dict.fromkeys(("nframes", "num_frames", "min_frames", "max_frames"), "data.max_frames"),
+    "video_fps": "data.max_fps",
     **dict.fromkeys(("video_start", "video_end"), "none, store clips as files"),
 }
 
@@ -225,10 +226,6 @@ def _of_part(part: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]
         raise MediaError(f"a part of type {kind} has {other} too; make it two parts")
     if kind == "text":
         return {"type": "text", "text": text_of(known)}
-    if setting := next((name for name in _SETTINGS if name in known), None):
-        raise MediaError(
-            f"a part of type {kind} has {setting}, which is not applied; remove it (for all: {_SETTINGS[setting]})"
-        )
     source = _source(known, kind)
     if source is None:
         if kind not in queues or not (queues[kind] or "index" in known):
@@ -237,6 +234,11 @@ def _of_part(part: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]
                 f"base64, or in a column {kind}s"
             )
         source = queues[kind].take(known.get("index"))
+    given = {**source, **known} if isinstance(source, Mapping) else known
+    if setting := next((name for name in _SETTINGS if given.get(name) is not None), None):
+        raise MediaError(
+            f"a part of type {kind} has {setting}, which is not applied; remove it (for all: {_SETTINGS[setting]})"
+        )
     media.append((kind, source))
     return {"type": kind}
 
