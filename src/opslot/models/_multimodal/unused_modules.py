@@ -28,7 +28,8 @@ def drop_gradients_of_unused_modules(model: Any) -> None:
     if calls is None and not stacks:
         return
     kinds = [] if calls is None else _used_kinds(calls)
-    parts = {part: part in stack.used for stack in stacks for part in stack.parts}
+    # Calls of a module that is compiled itself are not noted: it counts as used.
+    parts = {part: part in stack.used or _is_compiled(part) for stack in stacks for part in stack.parts}
     for stack in stacks:
         stack.used.clear()
     counts = sum_over_ranks(*kinds, *map(float, parts.values()))
@@ -43,6 +44,10 @@ def drop_gradients_of_unused_modules(model: Any) -> None:
     for parameter, count in zip(candidates, counts, strict=True):
         if not count:
             parameter.grad = None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None
 
 
 def _used_kinds(calls: TowerCalls) -> list[float]:
