@@ -135,17 +135,22 @@ def test_audio_is_padded_to_a_window_after_its_end():
     assert "max_length" not in call(audio=[short], tracks=[None])["audio_kwargs"]
 
 
-@pytest.mark.parametrize("name", ["OmniASRFeatureExtractor", "Phi4MultimodalFeatureExtractor"])
-def test_extractors_that_take_the_rate_get_it(name):
-    """Transformers logged a warning for each sample, and again for each batch."""
-    processor = SimpleNamespace(feature_extractor=getattr(transformers, name)())
+@pytest.mark.parametrize("attribute", ["feature_extractor", "audio_processor"])
+def test_extractors_that_take_the_rate_get_it(attribute):
+    """Those of OmniASR and Phi-4 multimodal logged a warning for each sample, and again for each batch."""
+    processor = SimpleNamespace(**{attribute: Extractor()})
     found = _of_audio(processor, [np.zeros(1_000, np.float32)], masks_audio=False)
     assert found == {"sampling_rate": 16_000}
 
 
 def test_extractor_that_does_not_take_the_rate():
     """Granite Speech's raises TypeError for it."""
-    processor = SimpleNamespace(audio_processor=transformers.GraniteSpeechFeatureExtractor)
+
+    class WithoutRate:
+        def __call__(self, audios, device=None):
+            pass
+
+    processor = SimpleNamespace(audio_processor=WithoutRate())
     assert _of_audio(processor, [np.zeros(1_000, np.float32)], masks_audio=False) == {}
 
 

@@ -165,7 +165,7 @@ def _of_tracks(processor: Any, tracks: Sequence[int | None]) -> dict[str, Any]:
 
 def _of_audio(processor: Any, audio: Sequence[Any], masks_audio: bool) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    extractor = getattr(processor, "feature_extractor", None)
+    extractor = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
     # An extractor that takes the rate logs a warning in each call without it.
     if extractor is not None and "sampling_rate" in method_parameters(type(extractor), "__call__"):
         options["sampling_rate"] = extractor.sampling_rate
