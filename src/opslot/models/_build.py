@@ -7,6 +7,7 @@ import glob
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ def build_foundation_model(
     computed = None if run_dtype is None else floating_dtype(run_dtype, f"run_dtype={run_dtype!r}")
     usable_device(init_device)
     cls = _model_class(config, architecture, backend, trust_remote_code)
-    model = _instantiate(cls, config, dtype, init_device, empty=weights_path is not None)
+    model = _instantiate(cls, config, dtype, init_device, run_device, empty=weights_path is not None)
     if backend == "hf":
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
@@ -264,7 +265,7 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
             hint="give architecture, or architectures in config.json, the name of one that it has",
         )
     if backend == "opslot" and theirs.__module__.startswith("transformers."):
-        empty = _instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)
+        empty = _instantiate(theirs, copy.deepcopy(config), None, "meta", None, empty=True)
         if not has_slots(empty) and not _has_kernels_per_module(empty) and model_type not in MODELING_REGISTRY:
             raise nothing_to_bind(empty)
     return theirs
@@ -378,7 +379,7 @@ def auto_class_name(config: PreTrainedConfig, *, masked: bool = False) -> str:
 
 
 def _instantiate(
-    cls: Any, config: PreTrainedConfig, dtype: torch.dtype | None, device: str, empty: bool
+    cls: Any, config: PreTrainedConfig, dtype: torch.dtype | None, device: str, run_device: str | None, empty: bool
 ) -> PreTrainedModel:
     """Make the model in `dtype` on `device`; `empty` skips the random draw that weights will overwrite."""
     from contextlib import ExitStack
@@ -386,12 +387,19 @@ def _instantiate(
     import torch
     from transformers.initialization import no_init_weights
 
+    from opslot.models._meta import with_parameters_on_meta
+
+    # The modeling code of Transformers can compute buffers after the construction, in `_init_weights`.
+    has_buffers = device == "meta" and not cls.__module__.startswith(("transformers.", "opslot.generated."))
+    empty = empty or has_buffers
     with ExitStack() as stack:
-        stack.enter_context(torch.device(device))
+        if not has_buffers:
+            stack.enter_context(torch.device(device))
         if empty:
             stack.enter_context(no_init_weights())
+        make = partial(cls._from_config, config, **({} if dtype is None else {"dtype": dtype}))
         try:
-            model = cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+            model = with_parameters_on_meta(make, run_device or "cpu") if has_buffers else make()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

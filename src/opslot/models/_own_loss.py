@@ -42,7 +42,12 @@ def call_with_share_of_loss(model: Any, inputs: dict[str, Any], num_items_in_bat
             labels[:, -1] = 0
         inputs = {**inputs, "labels": labels}
     # With a cache, Transformers does not look for packed documents in position_ids.
-    inputs = {**inputs, "use_cache": False, "num_items_in_batch": torch.full((), items, device=labels.device)}
+    added = {"use_cache": False, "num_items_in_batch": torch.full((), items, device=labels.device)}
+    if own is not None:
+        parameters = inspect.signature(type(whole).forward).parameters.values()
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        added = {name: value for name, value in added.items() if takes_any or name in {p.name for p in parameters}}
+    inputs = {**inputs, **added}
     with _share_of_z_loss(whole, inputs, items):
         outputs = model(**inputs)
     if own is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opslot._base.errors import PatchError
+from opslot.patchgen.classifier_losses import classifier_form
 from opslot.patchgen.edits import (
     Anchored,
     ClassAttribute,
@@ -26,7 +27,6 @@ from opslot.patchgen.edits import (
     UndecoratedCopy,
     rename,
 )
-from opslot.patchgen.losses import classifier_form
 from opslot.patchgen.primitives import TextPrimitives, pairs_of
 
 

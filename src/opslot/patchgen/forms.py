@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from opslot.patchgen.config import PatchConfig
@@ -247,6 +247,7 @@ class MethodForms:
         reason: why such a class is skipped.
         outside_decorators: as `PatchConfig.slot_method` has it.
         depends: further upstream symbols, as `module:symbol`, that the lock watches.
+        synonyms: names that one attribute of such classes has; a class may have another of them than the row's.
     """
 
     op: str
@@ -256,10 +257,27 @@ class MethodForms:
     reason: str
     outside_decorators: bool = False
     depends: tuple[str, ...] = ()
+    synonyms: tuple[str, ...] = ()
 
     def row(self, module: ModuleView, name: str) -> Reviewed | None:
-        """The row that a class of the module matches."""
-        key = module.fingerprint(f"{name}.forward"), module.fingerprint(f"{name}.{self.helper}")
+        """The row that a class of the module matches, with the class's names of its attributes."""
+        forward, helper = f"{name}.forward", f"{name}.{self.helper}"
+        key = module.fingerprint(forward), module.fingerprint(helper)
+        found = self._row_of(*key)
+        if found is not None or not self.synonyms or key[0] is None:
+            return found
+        used = {
+            word for word in self.synonyms if re.search(rf"self\.{word}\b", module.text(forward) + module.text(helper))
+        }
+        for own, other in ((own, other) for own in used for other in self.synonyms if len(used) == 1 and other != own):
+            texts = [re.sub(rf"self\.{own}\b", f"self.{other}", module.text(symbol)) for symbol in (forward, helper)]
+            found = self._row_of(*(fingerprint(text) if text else None for text in texts))
+            if found is not None:
+                args, returns = (text.replace(f"self.{other}", f"self.{own}") for text in (found.args, found.returns))
+                return replace(found, hash=key[0], args=args, returns=returns)
+        return None
+
+    def _row_of(self, *key: str | None) -> Reviewed | None:
         return next((row for row in self.rows if (row.hash, row.helper) == key), None)
 
     def __call__(self, module: ModuleView) -> Iterator[Match | Skip]:

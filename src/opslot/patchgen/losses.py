@@ -62,51 +62,6 @@ class LossRegion:
 # with different numbers of labels would be averaged wrongly.
 _PASSED_ON = ("num_items_in_batch", "shift_labels")
 
-# Transformers' generic classifiers. Their logits are few, so only the loss is replaced. Regression and multi-label
-# classification keep Transformers' implementation.
-_SEQUENCE_PATTERN = """\
-loss = None
-if labels is not None:
-    loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)"""
-
-_SEQUENCE_TEMPLATE = """\
-loss_kernel = self.{attribute} if labels is not None else None
-if (
-    loss_kernel is not None
-    and self.num_labels > 1
-    and labels.dtype in (torch.int32, torch.int64)
-    and self.config.problem_type in (None, "single_label_classification")
-    and loss_kernel.can_serve(self, self.score)
-):
-    self.config.problem_type = "single_label_classification"
-    pooled_hidden_states = hidden_states[
-        torch.arange(batch_size, device=hidden_states.device), last_non_pad_token
-    ]
-    bias = getattr(self.score, "bias", None)
-    loss = loss_kernel(pooled_hidden_states, self.score.weight, labels, bias=bias, head=self.score)
-else:
-    $match"""
-
-_TOKEN_PATTERN = """\
-loss = None
-if labels is not None:
-    loss = self.loss_function(logits, labels, self.config)"""
-
-_TOKEN_TEMPLATE = """\
-loss_kernel = self.{attribute} if labels is not None else None
-if loss_kernel is not None and loss_kernel.can_serve(self, self.score):
-    bias = getattr(self.score, "bias", None)
-    loss = loss_kernel(sequence_output, self.score.weight, labels, bias=bias, head=self.score)
-else:
-    $match"""
-
-
-def classifier_form(target: str, slot: Slot) -> tuple[str, str]:
-    """Pattern and template for the loss of a classifier, which classifies what its class is named after."""
-    of_tokens = target.split(".")[0].endswith("ForTokenClassification")
-    pattern, template = (_TOKEN_PATTERN, _TOKEN_TEMPLATE) if of_tokens else (_SEQUENCE_PATTERN, _SEQUENCE_TEMPLATE)
-    return pattern, template.format(attribute=slot.attribute)
-
 
 def loss_statements(region: LossRegion, slot: Slot) -> str:
     """What replaces a region, with `$match` for its own statements."""
@@ -142,6 +97,7 @@ def loss_region(
     if len(calls) != 1:
         raise UnknownLossError(f"computes {len(calls)} losses with its labels")
     logits = _logits_name(calls[0], block)
+    conditions = _choose_head(forward, end, logits, init)
     start = _head_statement(forward.body, end, logits, init)
     called, called_with, shape, kept = _logit_changes(forward.body[start:end], logits)
     head = find_head(called, called_with, init, classes or {})
@@ -162,6 +118,7 @@ def loss_region(
     in_place = cls.endswith("ForMaskedLM") or _labels_in_place(init)
     loss = FusedLoss(logits, head.linear, head.input, shape.bias, shape.arguments(), criteria, in_place)
     fused, guards = loss.write(block)
+    guards = [*(test for index, test in conditions.items() if index >= start), *guards]
     kept = [line for line in kept if not _sets_none(line, fused)]
     nothing = ast.parse(f"{logits} = None").body
     text = "\n".join(ast.unparse(statement) for statement in [*head.statements, *kept, *nothing, *fused])
@@ -261,6 +218,22 @@ def _base_name(value: ast.AST | None) -> str | None:
     while isinstance(value, ast.Attribute | ast.Subscript | ast.Call):
         value = value.func if isinstance(value, ast.Call) else value.value
     return value.id if isinstance(value, ast.Name) else None
+
+
+def _choose_head(forward: ast.FunctionDef, end: int, logits: str, init: ast.FunctionDef | None) -> dict[int, str]:
+    """Put `logits = head(x)` in place of `if test: ... else: logits = head(x)`, the test reading the config.
+
+    Returns the tests by the indices of their statements; where one holds, the logits are those of the other branch.
+    """
+    tests = {}
+    for index, statement in enumerate(forward.body[:end]):
+        match statement:
+            case ast.If(test=ast.Compare(left=left, comparators=others) as test, orelse=[ast.Assign() as head]):
+                settings = all(_is_setting(value, forward, init) for value in (left, *others))
+                if settings and _is_assignment(head, logits) and not uses_names(head.value, logits):
+                    forward.body[index] = head
+                    tests[index] = ast.unparse(test)
+    return tests
 
 
 def _head_statement(body: Sequence[ast.stmt], end: int, logits: str, init: ast.FunctionDef | None) -> int:

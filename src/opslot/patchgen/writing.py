@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from opslot.patchgen.classifier_losses import classifier_form
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import (
     Anchored,
@@ -22,7 +23,6 @@ from opslot.patchgen.edits import (
     TakeKeywords,
     UndecoratedCopy,
 )
-from opslot.patchgen.losses import classifier_form
 from opslot.patchgen.primitives import ExternalReplacement, Replacement
 
 _REPLACEMENTS = {

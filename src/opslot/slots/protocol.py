@@ -16,6 +16,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_on_global_sequences`: whether an instance that mixes tokens may run on the tokens of all ranks.
 - `_opslot_takes_earlier_tokens`: the arguments of a class that may also have tokens before those of position_ids.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
+- `_opslot_activation`: the name of the activation of a gated MLP that calls a function and holds no module for it.
 - `_opslot_loss_function`: the name of Transformers' function that computes the loss of the class.
 - `_opslot_adopt`: method that `apply` calls on an instance of another class that it moved to this one.
 - `_opslot_derived_from`: of a class that `apply` made for instances of a user's class, that class.
@@ -53,6 +54,7 @@ CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 MASKS_OF = PREFIX + "masks_of"
 COMPUTES_ATTENTION = PREFIX + "computes_attention"
 READS_PADDING = PREFIX + "reads_padding"
+ACTIVATION = PREFIX + "activation"
 LOSS_FUNCTION = PREFIX + "loss_function"
 FIRST_PADDING, ALL_PADDING = "first", "all"
 LOST_SLOTS = PREFIX + "lost_slots"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import Unsupported, UserError
 
 from opslot._base.labels import IGNORE_INDEX
 from opslot.verify.random_model import train_step
@@ -22,7 +22,7 @@ def compiled_step(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     Discards what torch.compile has compiled in this process: models share the function that it limits recompiles of.
 
     Raises:
-        Unsupported: torch.compile breaks the graph.
+        Unsupported, UserError: torch.compile breaks the graph; the second for sizes that depend on data.
     """
     model.compile(fullgraph=True, backend="aot_eager")
     try:
@@ -32,7 +32,7 @@ def compiled_step(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
         torch._dynamo.reset()
 
 
-def reason_of(error: Unsupported, original: Any, batch: dict[str, Any]) -> str:
+def reason_of(error: Unsupported | UserError, original: Any, batch: dict[str, Any]) -> str:
     """Why a model need not be one graph; "" if it must.
 
     Args:
@@ -44,7 +44,7 @@ def reason_of(error: Unsupported, original: Any, batch: dict[str, Any]) -> str:
         return disabled["reason"]
     try:
         compiled_step(original, batch)
-    except Unsupported:
+    except (Unsupported, UserError):
         return "torch.compile breaks the graph of Transformers' own model"
     except Exception:
         # It takes no packed documents.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import Unsupported, UserError
 
 from opslot._base.errors import OpslotError
 from opslot.checkpoint import save_weights
@@ -233,19 +233,21 @@ class ConfigChecks:
     def _compiled(self) -> tuple[str, str]:
         original = trained_part(self._random_model().eval())
         batches = {"padding": self._on_device(padded_batch(self.ids))}
+        # A class outside Transformers has the reason against packed documents with its slots alone.
+        model = self._model()
         try:
-            train_step(trained_part(self._model()), [batches["padding"]])
+            train_step(trained_part(model), [batches["padding"]])
         except Exception:
             # Some models take no text without images.
             _of_transformers(train_step, original, [batches["padding"]])
             raise
-        if self.media is None and not keeps_sequences(decoder_of(original) or original):
+        if self.media is None and not keeps_sequences(decoder_of(model) or model):
             batches["packed documents"] = self._on_device(packed_batches(self.ids)[0][0])
         ops, unsupported = self._ops_to_compile(), ""
         for name, batch in batches.items():
             try:
                 worst = self._compiled_differs(ops, batch)
-            except Unsupported as error:
+            except (Unsupported, UserError) as error:
                 reason = reason_of(error, original, batch)
                 if not reason:
                     return "failed", f"{name}: {error}"

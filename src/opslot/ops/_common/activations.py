@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES
+from opslot.slots.protocol import ACTIVATION
 
 
 @cache
@@ -105,8 +106,9 @@ def activation_name(activation: Any) -> str | None:
 
 
 def activation_in(module: Any) -> Any:
-    """The activation that an MLP holds; None if it has none."""
-    return next((found for name in ACTIVATION_ATTRIBUTES if (found := getattr(module, name, None)) is not None), None)
+    """The activation that an MLP holds, or the name of the function that it calls; None if it has none."""
+    names = (*ACTIVATION_ATTRIBUTES, ACTIVATION)
+    return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
 
 
 def activate(activation: Activation, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ EAGER = {
     row.hash: row
     for row in (
         Reviewed("3a13cdc4bee1", "causal", f"{_PLAIN} over grouped heads", "169 architectures"),
+        Reviewed("5ac7b22b0b39", "causal", "with the mask cut to the keys", "code for Transformers 4.48 to 4.57"),
         Reviewed("edb55e7d9a29", "causal", "with softcap", "gemma2, gemma3, gemma4, t5gemma", args="softcap"),
         Reviewed("7799c037ee39", "causal", "with sinks", "gpt_oss, deepseek_v4, hy_v4", args="s_aux"),
         Reviewed("ca53760136dc", "causal", "with sinks or None", "mimo_v2_flash", args="s_aux"),

@@ -150,6 +150,7 @@ NORMS = MethodForms(
         "RMSNorm" in name or ("Norm" in name and "rsqrt" in text and not _is_other_norm(name, text))
     ),
     reason="computes another norm than the reviewed forms",
+    synonyms=("variance_epsilon", "eps", "epsilon", "norm_eps"),
 )
 
 # The norm's variant -> the variant that also adds the residual.

@@ -16,12 +16,13 @@ from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.upstream import find_nodes
 
 OP = "rotary_pos_emb"
-# (x1, x2) -> (-x2, x1) on the halves of the last dimension.
-_HALF = ("rotate_half", "3d488c0cec66")
+# (x1, x2) -> (-x2, x1) on the halves of the last dimension, by slices or by `chunk`.
+_HALF = ("rotate_half", "3d488c0cec66", "802335ccc140")
 # (x0, x1, ...) -> (-x1, x0, ...) on neighboring channels, written in two ways.
 _PAIRS, _PAIRS_STACKED = "6f3523dffdca", "7f8ef8d4ac78"
 _NEOX = "x * cos + rotate_half(x) * sin over the full head"
 _GPTJ = "neighboring channels are rotated in place"
+_TO_HALVES = "neighboring channels are rotated, and leave as halves"
 # What a variant with one cos and sin per pair takes of those that have one per channel.
 _FIRST_HALF, _EVERY_SECOND = ".chunk(2, dim=-1)[0]", "[..., ::2]"
 
@@ -31,7 +32,9 @@ class RotaryForm(Reviewed):
     """A rotary function.
 
     Attributes:
-        rotation: the function that decides what it means, with its fingerprint; None where there is none.
+        rotation: the function that decides what it means, with its fingerprints; None where there is none.
+        at_positions: for functions with the parameter `position_ids` after `sin`, as in code for Transformers before 5:
+            what they take of `cos` and `sin`, `{0}` being either of them and `{1}` the positions.
         per_pair: subscript or method that takes one entry per pair of `cos` and `sin`; "" to pass them as they are.
         options: further arguments of the kernel.
         complex_angles: in place of both, one complex tensor has cos + i sin of each pair.
@@ -39,7 +42,8 @@ class RotaryForm(Reviewed):
         inverse: rotates in the other direction, so the kernel takes -sin.
     """
 
-    rotation: tuple[str, str] | None = _HALF
+    rotation: tuple[str, ...] | None = _HALF
+    at_positions: str = ""
     per_pair: str = ""
     complex_angles: bool = False
     options: tuple[str, ...] = ()
@@ -48,7 +52,7 @@ class RotaryForm(Reviewed):
 
     def matches(self, module: ModuleView, name: str) -> bool:
         helper = self.rotation
-        return module.fingerprint(name) == self.hash and (helper is None or module.fingerprint(helper[0]) == helper[1])
+        return module.fingerprint(name) == self.hash and (helper is None or module.fingerprint(helper[0]) in helper[1:])
 
     @property
     def slot(self) -> Slot:
@@ -57,14 +61,35 @@ class RotaryForm(Reviewed):
     @property
     def parameters(self) -> list[str]:
         """What the function takes by position."""
-        return (
-            ["q", "k", "freqs_cis"] if self.complex_angles else _ARGUMENTS.get(self.variant, ["q", "k", "cos", "sin"])
-        )
+        if self.complex_angles:
+            return ["q", "k", "freqs_cis"]
+        parameters = _ARGUMENTS.get(self.variant, ["q", "k", "cos", "sin"])
+        return [*parameters, "position_ids"] if self.at_positions else parameters
+
+    def arguments(self, call: ast.Call) -> list[str] | None:
+        """The values of `parameters` in a call, as source text; None if the kernel cannot take the call's arguments."""
+        given = [ast.unparse(value) for value in call.args]
+        by_name = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        reads_positions = "{1}" in self.at_positions
+        if self.at_positions and len(given) < len(self.parameters):
+            positions = by_name.pop("position_ids", None if reads_positions else "None")
+            given += [positions] if positions is not None else []
+        options = set() if self.complex_angles else {"unsqueeze_dim"}
+        needed = given[:-1] if self.at_positions and not reads_positions else given
+        is_known = len(given) == len(self.parameters) and "None" not in needed and by_name.keys() <= options
+        return given if is_known and not any(isinstance(value, ast.Starred) for value in call.args) else None
+
+    def options_of(self, call: ast.Call) -> list[str]:
+        """The keyword arguments that the kernel gets of a call, as source text."""
+        return [ast.unparse(keyword) for keyword in call.keywords if keyword.arg != "position_ids"]
 
     def kernel_arguments(self, arguments: Sequence[str]) -> str:
         """The kernel's arguments for those of the function."""
         q, k, *angles = arguments
-        if self.complex_angles:
+        if self.at_positions:
+            *angles, positions = angles
+            angles = [self.at_positions.format(angle, positions) for angle in angles]
+        elif self.complex_angles:
             angles = [f"{angles[0]}.real", f"{angles[0]}.imag", *self.options]
         elif self.per_pair:
             angles = [f"{angle}{self.per_pair}" for angle in angles]
@@ -82,6 +107,12 @@ def _partial(*rows: tuple[str, str]) -> tuple[RotaryForm, ...]:
     return tuple(RotaryForm(hash_, "partial", computes, seen) for hash_, seen in rows)
 
 
+def _with_positions(*rows: tuple[str, str, str, str, str]) -> Iterator[RotaryForm]:
+    """Forms with the parameter `position_ids`, which those of Transformers 5 do not have."""
+    for hash_, variant, computes, at_positions, seen in rows:
+        yield RotaryForm(hash_, variant, computes, f"code outside Transformers: {seen}", at_positions=at_positions)
+
+
 def _gptj_per_channel(*rows: tuple[str, str, tuple[str, str], str, str]) -> Iterator[RotaryForm]:
     """Forms whose cos and sin have two entries per pair, of which the kernel takes one."""
     angles = {_FIRST_HALF: " by the first half of cos and sin", _EVERY_SECOND: ", one cos and sin per channel"}
@@ -95,6 +126,13 @@ _SLOT_NAMES = {"vision": "rotary_pos_emb_vision", "gptj_to_neox": "rotary_pos_em
 
 ROWS = (
     RotaryForm("be80094eafa5", "full", _NEOX, "llama, qwen2, qwen3, mistral, gemma and 113 more"),
+    *_with_positions(
+        ("af80dd417d15", "full", _NEOX, "{0}", "Llama from 4.38, InternLM2, MiniCPM"),
+        ("22cde62f936f", "partial", f"{_NEOX}, or of its first channels", "{0}", "Phi-4-mini"),
+        ("31508ed7c9fa", "full", _NEOX, "{0}[{1}]", "Llama 4.36 and 4.37, Mixtral, DeepSeek-MoE"),
+        ("429c7ff19fad", "full", _NEOX, "{0}.squeeze(1).squeeze(0)[{1}]", "Llama before 4.36, Baichuan, Yi"),
+        ("98f3e1a35765", "gptj_to_neox", _TO_HALVES, "{0}[{1}]", "DeepSeek-V2, DeepSeek-V3, Kimi-K2"),
+    ),
     RotaryForm(
         "be80094eafa5",
         "full",
@@ -137,7 +175,7 @@ ROWS = (
     RotaryForm(
         "652a20e8c59c",
         "gptj_to_neox",
-        "neighboring channels are rotated, and leave as halves",
+        _TO_HALVES,
         "deepseek_v3, deepseek_v32, glm4_moe_lite and 8 more, from 5.17",
         rotation=None,
     ),
@@ -235,9 +273,8 @@ def mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
         return "rotates in another way than the reviewed forms"
     if form.per_pair == _EVERY_SECOND and not _one_angle_per_pair(module):
         return "may rotate two channels of a pair by different or learned angles"
-    options = set() if form.complex_angles else {"unsqueeze_dim"}
     calls = [call for calls in _calls(module, name, form).values() for call in calls]
-    if not calls or not all(_takes(call, len(form.parameters), options) for call in calls):
+    if not calls or not all(form.arguments(call) for call in calls):
         return f"is called with other arguments than {', '.join(form.parameters)}"
     if not module.called_by_methods(name):
         return "is not called by a method, or by one without a self to hold a slot"
@@ -282,15 +319,15 @@ def _calls(module: ModuleView, name: str, form: RotaryForm) -> dict[str, list[as
     return {method: calls for method, calls in found.items() if calls}
 
 
-def _takes(call: ast.Call, arguments: int, options: set[str]) -> bool:
-    """Whether a call passes that many positional arguments, none of them None, and at most `options` by keyword."""
-    none = any(isinstance(argument, ast.Constant) and argument.value is None for argument in call.args)
-    return len(call.args) == arguments and not none and {keyword.arg for keyword in call.keywords} <= options
-
-
 def _match(module: ModuleView, name: str, form: RotaryForm) -> Match:
     def write(patch: PatchConfig) -> None:
-        if form.per_pair or form.complex_angles or form.optional_keys or form.inverse:
+        if form.at_positions:
+            for method, calls in _calls(module, name, form).items():
+                for text, count in Counter(map(ast.unparse, calls)).items():
+                    call = next(call for call in calls if ast.unparse(call) == text)
+                    args = ", ".join([form.kernel_arguments(form.arguments(call) or []), *form.options_of(call)])
+                    patch.slot_expr(method, form.slot, text, args=args, count=count)
+        elif form.per_pair or form.complex_angles or form.optional_keys or form.inverse:
             arguments = [f"${argument}" for argument in form.parameters]
             for method, calls in _calls(module, name, form).items():
                 keywords = Counter("".join(f", {ast.unparse(keyword)}" for keyword in call.keywords) for call in calls)

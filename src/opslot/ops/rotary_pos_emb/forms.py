@@ -74,8 +74,8 @@ def _of_last_channels(name: str, method: str, split: SplitTensor, forms: list[Ro
         ) -> None:
             call = rotation.value
             assert isinstance(call, ast.Call)
-            others = [ast.unparse(argument) for argument in call.args[1:]]
-            arguments = [form.kernel_arguments([split.tensor, *others]), *map(ast.unparse, call.keywords)]
+            _, *others = form.arguments(call) or []
+            arguments = [form.kernel_arguments([split.tensor, *others]), *form.options_of(call)]
             results = ", ".join(
                 ast.unparse(name) for name in ast.walk(rotation.targets[0]) if isinstance(name, ast.Name)
             )
@@ -141,7 +141,7 @@ def _match(module: ModuleView, owner: str, method: str, form: RotaryForm, heads:
     is_found = all(module.count(method, ast.unparse(node)) == 1 for node in anchors)
     if variant is not None and row is not None and row == other and is_found:
         slot = Slot(OP, variant, name=f"{form.slot.suffix}_norm")
-        yield Match(owner, OP, variant, partial(_write_normed, method, slot, heads, row))
+        yield Match(owner, OP, variant, partial(_write_normed, method, slot, form, heads, row))
 
 
 def _row(module: ModuleView, owner: str, norm: str) -> Reviewed | None:
@@ -157,7 +157,9 @@ def _norm_name(call: ast.Call) -> str:
     return ast.unparse(call.func).removeprefix("self.")
 
 
-def _write_normed(method: str, slot: Slot, heads: NormedHeads, row: Reviewed, patch: PatchConfig) -> None:
+def _write_normed(
+    method: str, slot: Slot, form: RotaryForm, heads: NormedHeads, row: Reviewed, patch: PatchConfig
+) -> None:
     """Decide before the first of the calls; then skip the norms, and let the slot compute all three at the function."""
     call = heads.call.value
     assert isinstance(call, ast.Call)
@@ -172,8 +174,9 @@ def _write_normed(method: str, slot: Slot, heads: NormedHeads, row: Reviewed, pa
         row.args.removeprefix("{0}, ").format(x, rest="").replace("self.", f"{norm}.").rpartition(", ")
         for x, norm in zip((q, k), norms, strict=True)
     ]
-    arguments = [*map(ast.unparse, call.args), *(weight for weight, *_ in values), *(eps for *_, eps in values)]
-    options = [*_NORM_OPTIONS[row.variant], *map(ast.unparse, call.keywords)]
+    rotated = form.kernel_arguments(form.arguments(call) or [])
+    arguments = [rotated, *(weight for weight, *_ in values), *(eps for *_, eps in values)]
+    options = [*_NORM_OPTIONS[row.variant], *form.options_of(call)]
     patch.replace(
         method,
         ast.unparse(heads.call),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import ACTIVATION_ATTRIBUTES, Match, ModuleView, Skip, names_in
 from opslot.patchgen.upstream import find_nodes
+from opslot.slots.protocol import ACTIVATION
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,12 @@ class GatedStatements:
         return all(word in text for word in re.findall(r"(?<![$\w])[A-Za-z]\w+", self.code))
 
     def with_activation(self, name: str) -> GatedStatements:
-        code, slotted = (text.replace("self.act_fn", f"self.{name}") for text in (self.code, self.slotted))
+        code, slotted = (text.replace("self.act_fn", name) for text in (self.code, self.slotted))
         return GatedStatements(self.variant, code, slotted, self.seen)
 
 
+# Functions of torch.nn.functional that kernels compute, as modeling code calls them.
+_FUNCTIONAL = r"\b((torch\.)?nn\.functional|F)\.(silu|relu)\b"
 _FUSED = "$gated = {slot}($both, self.act_fn)"
 _CLAMPED = "return self.down_proj({slot}(self.gate_proj($x), self.up_proj($y), %s))"
 
@@ -104,7 +109,8 @@ def find_gated_mlps(module: ModuleView) -> Iterator[Match | Skip]:
         if name.endswith("Experts"):
             continue  # moe_experts replaces them as a whole
         text = module.text(forward)
-        used = [act for act in ACTIVATION_ATTRIBUTES if re.search(rf"self\.{act}\(", text)]
+        used = [f"self.{act}" for act in ACTIVATION_ATTRIBUTES if re.search(rf"self\.{act}\(", text)]
+        used = used or sorted({found.group() for found in re.finditer(rf"{_FUNCTIONAL}(?=\()", text)})
         match = _match(module, name, forward, used[0]) if len(used) == 1 and " * " in text else None
         if match is not None:
             yield match
@@ -116,14 +122,23 @@ def find_gated_mlps(module: ModuleView) -> Iterator[Match | Skip]:
 def _match(module: ModuleView, name: str, forward: str, activation: str) -> Match | None:
     for row in (row.with_activation(activation) for row in _STATEMENTS):
         if row.may_match(module.text(forward)) and module.count(forward, row.code) == 1:
-            return _match_statements(name, forward, row)
-    for gated in (f"self.{activation}($gate) * $up", f"$up * self.{activation}($gate)"):
-        if module.count(forward, gated) == 1 and _operands_share_a_shape(module, name, activation):
-            return _match_product(name, forward, gated, activation)
-    return None
+            return _match_statements(name, forward, row, activation)
+    products = Counter(_products_of_one_shape(module, name, activation))
+    whole = [form for form in (f"{activation}($gate) * $up", f"$up * {activation}($gate)") if products]
+    counts = [module.count(forward, form) for form in whole]
+    if sum(counts) == 1:
+        pattern = whole[counts.index(1)]
+        return _match_products(name, forward, {pattern: (f"$gate, $up, {activation}", 1)}, activation)
+    # Of several products, those whose shapes are unknown keep the module's own code.
+    found = {
+        text: (f"{gate}, {up}, {activation}", count)
+        for (text, gate, up), count in products.items()
+        if module.count(forward, text) == count
+    }
+    return _match_products(name, forward, found, activation) if found else None
 
 
-def _match_statements(name: str, forward: str, row: GatedStatements) -> Match:
+def _match_statements(name: str, forward: str, row: GatedStatements, activation: str) -> Match:
     slot = Slot("swiglu_mlp", row.variant)
     bound = f"self.{slot.attribute}"
 
@@ -134,32 +149,55 @@ def _match_statements(name: str, forward: str, row: GatedStatements) -> Match:
             f"if {bound} is not None:\n    {row.slotted.format(slot=bound)}\nelse:\n    $match",
             slot=slot,
         )
+        _name_activation(patch, name, activation)
 
     return Match(name, slot.op, slot.variant, write)
 
 
-def _match_product(name: str, forward: str, gated: str, activation: str) -> Match:
+def _match_products(name: str, forward: str, products: Mapping[str, tuple[str, int]], activation: str) -> Match:
+    """The match of products with one activation: by pattern, the kernel's arguments and the number of places."""
     slot = Slot("swiglu_mlp", "standard")
-    args = f"$gate, $up, self.{activation}"
-    return Match(name, slot.op, slot.variant, lambda patch: patch.slot_expr(forward, slot, gated, args=args))
+
+    def write(patch: PatchConfig) -> None:
+        for pattern, (args, count) in products.items():
+            patch.slot_expr(forward, slot, pattern, args=args, count=count)
+        _name_activation(patch, name, activation)
+
+    return Match(name, slot.op, slot.variant, write)
 
 
-def _operands_share_a_shape(module: ModuleView, name: str, activation: str) -> bool:
-    """Whether the gate and up of the only product with the activation have one shape; kernels do not broadcast."""
+def _name_activation(patch: PatchConfig, name: str, activation: str) -> None:
+    """State the activation of a class that calls a function and holds no module."""
+    if not activation.startswith("self."):
+        patch.set_attribute(name, ACTIVATION, activation.rpartition(".")[2])
+
+
+def _products_of_one_shape(module: ModuleView, name: str, activation: str) -> Iterator[tuple[str, str, str]]:
+    """The texts (product, gate, up) of products with the activation whose gate and up have one shape.
+
+    Kernels do not broadcast.
+    """
     forward, init = (module.upstream.find(f"{name}.{method}") for method in ("forward", "__init__"))
-    if not isinstance(forward, ast.FunctionDef) or not isinstance(init, ast.FunctionDef):
-        return False
-    shapes = _Shapes(init)
-    for statement in forward.body:
-        for node in find_nodes(ast.BinOp, statement):
-            if not isinstance(node.op, ast.Mult):
-                continue
-            for activated, up in ((node.left, node.right), (node.right, node.left)):
-                if isinstance(activated, ast.Call) and ast.unparse(activated.func) == f"self.{activation}":
-                    gate_shape, up_shape = shapes.of(activated.args[0]), shapes.of(up)
-                    return gate_shape is not None and gate_shape == up_shape
+    if isinstance(forward, ast.FunctionDef) and isinstance(init, ast.FunctionDef):
+        yield from _products(forward.body, _Shapes(init), activation)
+
+
+def _products(statements: Sequence[ast.stmt], shapes: _Shapes, activation: str) -> Iterator[tuple[str, str, str]]:
+    for statement in statements:
+        if isinstance(statement, ast.If):
+            for branch in (statement.body, statement.orelse):
+                yield from _products(branch, copy.copy(shapes), activation)
+        else:
+            for node in find_nodes(ast.BinOp, statement):
+                for activated, up in ((node.left, node.right), (node.right, node.left)):
+                    if (
+                        isinstance(node.op, ast.Mult)
+                        and isinstance(activated, ast.Call)
+                        and ast.unparse(activated.func) == activation
+                        and shapes.of(activated.args[0]) == shapes.of(up) is not None
+                    ):
+                        yield ast.unparse(node), ast.unparse(activated.args[0]), ast.unparse(up)
         shapes.follow(statement)
-    return False
 
 
 class _Shapes:
@@ -178,6 +216,11 @@ class _Shapes:
                     self._made[attribute] = None if attribute in self._made else node.value
         self._names: dict[str, str | None] = {}
         self._assignments = 0
+
+    def __copy__(self) -> _Shapes:
+        other = object.__new__(_Shapes)
+        other._made, other._names, other._assignments = self._made, dict(self._names), self._assignments
+        return other
 
     def follow(self, statement: ast.stmt) -> None:
         """Go past a statement of the forward."""
