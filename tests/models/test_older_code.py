@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import opslot
 from opslot.checkpoint.initialize import initialize_weights
 from opslot.models._own_loss import call_with_share_of_loss
+from opslot.models.parallelize import _warn_of_local_means, _warn_once
 from opslot.slots import walk_slots
 from tests.own_code import ship
 
@@ -161,13 +162,18 @@ def test_epsilon_of_another_name(make, name):
     assert {"WrenRMSNorm.rms_norm/standard", "WrenDecoderLayer.rms_norm/fused_add"} <= found
 
 
-def test_forward_without_further_arguments(make):
+def test_forward_without_further_arguments(make, caplog):
     """The loss of a call is its share of the step's, of a model that takes neither the number of labels nor a cache."""
     model = make([("labels=None, **kwargs", "labels=None")])
     ids = torch.arange(3, 11).reshape(2, 4)
     calls = [{"input_ids": row, "labels": row} for row in ids.split(1)]
+    _warn_once.cache_clear()
+    # On several ranks, where the number is missing in calls that others make.
+    model.register_forward_pre_hook(_warn_of_local_means, with_kwargs=True)
     found = sum(call_with_share_of_loss(model, call, num_items_in_batch=6).loss for call in calls)
+    assert "num_items_in_batch" not in caplog.text
     torch.testing.assert_close(found, model(input_ids=ids, labels=ids).loss)
+    assert "num_items_in_batch" in caplog.text
 
 
 def test_buffers_of_a_constructor_on_meta(make, tmp_path):

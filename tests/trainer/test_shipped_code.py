@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from opslot.cli import main
 from tests.own_code import ship
 
 SIZES = {"vocab_size": 260, "intermediate_size": 32}
@@ -41,3 +42,33 @@ def test_packing_raises_for_masks_of_a_models_own(train, settings, tmp_path, tok
     settings["data"]["packing"] = False
     code, _, err = train()
     assert code == 0, err
+
+
+def test_adapters_are_merged_as_the_run_says(train, settings, tmp_path, tokenizer, modules_cache, capsys):
+    folder = ship("sparrow", tmp_path / "sparrow", **SIZES)
+    tokenizer.save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    settings["model"] = {"model_path": str(tmp_path / "base"), "trust_remote_code": True}
+    settings["lora"] = {"r": 2, "target_modules": ["gate_proj", "up_proj"]}
+    settings["train"]["max_steps"] = 1
+    code, out, err = train()
+    assert code == 0, err
+    command = f"opslot merge {tmp_path / 'out' / 'hf'} DESTINATION --trust-remote-code"
+    assert f"merge it with: {command}" in out
+    assert 'out/hf", trust_remote_code=True)' in out
+    arguments = command.replace("DESTINATION", str(tmp_path / "merged")).split()[1:]
+    assert main(arguments[:-1]) == 2
+    assert "give --trust-remote-code" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True).config.vocab_size == 260
+
+
+@pytest.mark.parametrize("command", ["explain", "bisect"])
+def test_commands_that_read_the_code(command, tmp_path, modules_cache, capsys):
+    folder = str(ship("sparrow", tmp_path / "sparrow", **SIZES))
+    assert main([command, folder]) == 2
+    assert "give --trust-remote-code" in capsys.readouterr().err
+    assert main([command, folder, "--trust-remote-code"]) == 0

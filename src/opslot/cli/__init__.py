@@ -180,7 +180,11 @@ def _add_generate(add: _Add) -> None:
     )
     generate.add_argument("--seed", type=seed, default=0, help="of sampling")
     generate.add_argument("--device", type=device, default=None, help="cpu or cuda; default a GPU where there is one")
-    generate.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the checkpoint")
+    _add_trust(generate)
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the checkpoint")
 
 
 def _add_report(add: _Add) -> None:
@@ -219,6 +223,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         help="a field of ops_implementation; may be repeated",
     )
     command.add_argument("--dtype", default=None, help="compute dtype, e.g. bfloat16; default the model's")
+    _add_trust(command)
 
 
 def _add_explain(add: _Add) -> None:
@@ -368,3 +373,4 @@ def _add_merge(add: _Add) -> None:
     merge.add_argument("destination", type=path, help="folder of the merged checkpoint")
     merge.add_argument("--base", type=path, help="folder of the base model; default what the adapter's config names")
     merge.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
+    _add_trust(merge)

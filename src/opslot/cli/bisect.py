@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     given = model_arguments(options)
     source, configured = given["config_path"], given.pop("run_device", None)
     if layers:
-        config = load_config(source, trust_remote_code=given.get("trust_remote_code", False))
+        config = load_config(source, trust_remote_code=given["trust_remote_code"])
         given["config_kwargs"] = with_layers(config.to_dict(), layers)
     else:
         given["weights_path"] = _weights(source)

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def model_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """What MODEL_OR_YAML, --set and --dtype of a command name, as arguments of `build_foundation_model`.
+    """What MODEL_OR_YAML and the options for it name, as arguments of `build_foundation_model`.
 
     Raises:
         ConfigError: a YAML that names no model, or a --set that is not FIELD=VALUE.
@@ -42,7 +42,12 @@ def model_arguments(options: argparse.Namespace) -> dict[str, Any]:
     chosen = pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", options.set)
     path = Path(options.model)
     if path.suffix not in (".yaml", ".yml"):
-        return {"config_path": path, "torch_dtype": options.dtype, "ops_implementation": chosen}
+        return {
+            "config_path": path,
+            "torch_dtype": options.dtype,
+            "ops_implementation": chosen,
+            "trust_remote_code": options.trust_remote_code,
+        }
     from opslot.trainer import load_config
 
     config = load_config(path)
@@ -55,5 +60,5 @@ def model_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "torch_dtype": options.dtype or config.train.fsdp.param_dtype or config.model.torch_dtype,
         "ops_implementation": ({"preset": ops} if isinstance(ops, str) else dict(ops)) | chosen,
         "run_device": None if config.model.device == "auto" else config.model.device,
-        "trust_remote_code": config.model.trust_remote_code,
+        "trust_remote_code": config.model.trust_remote_code or options.trust_remote_code,
     }

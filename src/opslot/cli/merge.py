@@ -59,7 +59,13 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"the base model of {adapter} is not a folder", found=str(folder), hint="give its folder with --base"
         )
-    model = build_foundation_model(folder, weights_path=folder, ops_implementation="eager", init_device="cpu")
+    model = build_foundation_model(
+        folder,
+        weights_path=folder,
+        ops_implementation="eager",
+        init_device="cpu",
+        trust_remote_code=options.trust_remote_code,
+    )
     load_adapter(model, adapter)
     saved = export_hf(
         model,

@@ -178,7 +178,12 @@ def _read_config(file: Path, trust_remote_code: bool, overrides: Mapping[str, An
         )
     if "auto_map" in data and trust_remote_code:
         return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, **overrides)
-    cls = _config_class(model_type)
+    try:
+        cls = _config_class(model_type)
+    except ConfigError:
+        if "auto_map" in data:
+            raise _code_may_not_run(f"the model_type {model_type!r}") from None
+        raise
     data = {**data, **overrides}
     try:
         return cls.from_dict(data)
@@ -305,15 +310,22 @@ def shipped_class(config: PreTrainedConfig, name: str, trust_remote_code: bool) 
     for auto_class, entry in (getattr(config, "auto_map", None) or {}).items():
         if isinstance(entry, str) and entry.rpartition(".")[2] == name:
             if not trust_remote_code:
-                raise ConfigError(
-                    f"{name} is in Python code that ships with the checkpoint, which runs only if you allow it",
-                    hint="if you trust its author, set model.trust_remote_code (in Python, trust_remote_code=True)",
-                )
+                raise _code_may_not_run(name)
             found = get_class_from_dynamic_module(entry, config.name_or_path)
             # As the Auto classes do: the code is then saved with the weights.
             found.register_for_auto_class(auto_class)
             return found
     return None
+
+
+def _code_may_not_run(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} is in Python code that ships with the checkpoint, which runs only if you allow it",
+        hint=(
+            "if you trust its author, give --trust-remote-code (in a training configuration model.trust_remote_code, in"
+            " Python trust_remote_code=True)"
+        ),
+    )
 
 
 def _named_class(config: PreTrainedConfig) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import contextvars
 import functools
 import inspect
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from opslot._base.source import forward_source
 from opslot.models._multimodal.conditional import transformers_model
 
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText", "LMHeadModel", "MTModel")
+# Whether `call_with_share_of_loss` made the call that runs.
+_IS_SHARE = contextvars.ContextVar("is_share", default=False)
 _LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_fct")
 
 
@@ -49,10 +52,20 @@ def call_with_share_of_loss(model: Any, inputs: dict[str, Any], num_items_in_bat
         added = {name: value for name, value in added.items() if takes_any or name in {p.name for p in parameters}}
     inputs = {**inputs, **added}
     with _share_of_z_loss(whole, inputs, items):
-        outputs = model(**inputs)
+        token = _IS_SHARE.set(True)
+        try:
+            outputs = model(**inputs)
+        finally:
+            _IS_SHARE.reset(token)
     if own is not None:
         outputs.loss = outputs.loss * (own / items)
     return outputs
+
+
+def is_share_of_loss() -> bool:
+    """Whether the call that runs was made by `call_with_share_of_loss`, also of a model that takes no
+    `num_items_in_batch`."""
+    return _IS_SHARE.get()
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from opslot.models._multimodal.host_inputs import (
     reads_host_inputs,
 )
 from opslot.models._multimodal.modalities import alias_outputs, encode_in_forward, find_towers
+from opslot.models._own_loss import is_share_of_loss
 from opslot.models._registry import architecture_of
 from opslot.models._sequence.ulysses import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
@@ -224,7 +225,7 @@ def _warn_of_local_means(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     has_loss = kwargs.get("labels") is not None and not kwargs.get("return_log_probs")
-    if has_loss and kwargs.get("num_items_in_batch") is None:
+    if has_loss and kwargs.get("num_items_in_batch") is None and not is_share_of_loss():
         _warn_once(class_name(model))
 
 

@@ -169,7 +169,8 @@ def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
             trainer.print(f"load it with: {command}")
             lora = trainer.config.lora
             if lora.r is not None and not lora.merge and trainer.config.task != "classification":
-                trainer.print(f"merge it with: opslot merge {trainer.output_dir / HF_FOLDER} DESTINATION")
+                options = " --trust-remote-code" if getattr(trainer.model.config, "auto_map", None) else ""
+                trainer.print(f"merge it with: opslot merge {trainer.output_dir / HF_FOLDER} DESTINATION{options}")
         best = trainer.output_dir / BEST_FOLDER
         if trainer.best.step is not None and best.is_dir():
             trainer.print(f"the best model (step {trainer.best.step}) is in {best}")
@@ -220,7 +221,8 @@ def _load_command(folder: Path, config: Any) -> str | None:
         kind = next((f"AutoModel{name}" for name in kinds if architecture.endswith(name)), architecture)
     else:
         return None
-    return f'{kind}.from_pretrained("{folder}")'
+    options = ", trust_remote_code=True" if getattr(config, "auto_map", None) else ""
+    return f'{kind}.from_pretrained("{folder}"{options})'
 
 
 def _multimodal_class(config: Any, architecture: str) -> str:
