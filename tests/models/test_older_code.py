@@ -11,8 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import opslot
 from opslot.checkpoint.initialize import initialize_weights
 from opslot.models._own_loss import call_with_share_of_loss
+from opslot.models.discovery import discover
 from opslot.models.parallelize import _warn_of_local_means, _warn_once
+from opslot.patchgen.names import architecture_from
 from opslot.slots import walk_slots
+from opslot.verify import check_architecture
 from tests.own_code import ship
 
 ROTARY = """\
@@ -94,8 +97,8 @@ EPSILON = "self.variance_epsilon"
 def make(tmp_path, modules_cache):
     """`make(changes)`: the model of a checkpoint whose code has them."""
 
-    def made(changes, **config):
-        path = ship("wren", tmp_path / "shipped", changes, vocab_size=64, **config)
+    def made(changes, name="wren", **config):
+        path = ship(name, tmp_path / "shipped", changes, vocab_size=64, **config)
         config = AutoConfig.from_pretrained(path, trust_remote_code=True)
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=True)
@@ -188,3 +191,18 @@ def test_buffers_of_a_constructor_on_meta(make, tmp_path):
     initialize_weights(model, 0)
     for name, buffer in expected.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), buffer, rtol=0, atol=0)
+
+
+def test_attention_with_a_mask_cut_to_the_keys(make):
+    added = "        scores = scores + attention_mask\n"
+    cut = "        cut = attention_mask[:, :, :, : keys.shape[-2]]\n        scores = scores + cut\n"
+    model = make([(added, cut)], name="sparrow")
+    found = discover(architecture_from(type(model).__module__))
+    assert "SparrowAttention" in {match.symbol for match in found.matches if match.op == "attention"}
+    check(model)
+
+
+def test_compiled_model_is_not_given_packed_documents_that_it_mixes(make):
+    """Masks of its own cannot separate them, which is no fault of the compiled model."""
+    found = check_architecture(make([]).config, checks=["compiled"])
+    assert found.ok, found.problems
