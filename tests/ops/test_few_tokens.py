@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from opslot import KERNEL_REGISTRY
+from opslot._base.errors import KernelError
 from opslot.ops._common import few_tokens
 from opslot.ops._common.few_tokens import are_few_tokens
 
@@ -55,6 +56,20 @@ def test_kernel_by_size(spec, monkeypatch):
     found = kernel(**arguments)
     assert launched
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@BY_KERNEL
+def test_errors_do_not_depend_on_the_number_of_tokens(spec):
+    """Few tokens raise what many do: Triton's kernels have no float64, and broadcast nothing."""
+    kernel, double = KERNEL_REGISTRY.load(*spec.key), torch.ones(2, 8, dtype=torch.float64)
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    others = {"layer_norm": (weight, None, 1e-6)}.get(spec.op_name, (weight, 1e-6))
+    calls = [(double, *(o.double() if isinstance(o, torch.Tensor) else o for o in others)), (x[:, :4], *others)]
+    if "fused_add" in spec.variant:
+        calls = [(given, given, *rest) for given, *rest in calls] + [(x, x[:1], *others)]
+    for call in calls:
+        with pytest.raises(KernelError, match="'triton_or_torch'"):
+            kernel(*call)
 
 
 def test_compiled_code_is_not_specialized_on_the_number_of_tokens():

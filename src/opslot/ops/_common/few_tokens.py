@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opslot.ops._common.specs import FLOATS
+
 _FEW, _FEW_ROWS = 2**23, 2**13
 # In wide layers, the GEMMs between the norms take the GPU longer than the host.
 _FEW_TIMES_WIDTH = 2**34
@@ -18,6 +20,8 @@ _FEW_TIMES_WIDTH = 2**34
 def are_few_tokens(hidden_states: Tensor, *others: Tensor | None) -> bool:
     """For eager code outside of autocast, with `others` of the dtype of `hidden_states`.
 
+    What Triton's kernels do not support is left to them, whatever the number of tokens: their errors say what to do.
+
     Args:
         hidden_states: [..., H].
     """
@@ -25,9 +29,9 @@ def are_few_tokens(hidden_states: Tensor, *others: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or hidden_states.dim() == 0:
         return False
     size, width, dtype = hidden_states.numel(), hidden_states.shape[-1], hidden_states.dtype
-    if size >= _FEW or size > _FEW_ROWS * width or size * width > _FEW_TIMES_WIDTH:
+    if dtype not in FLOATS or size >= _FEW or size > _FEW_ROWS * width or size * width > _FEW_TIMES_WIDTH:
         return False
     for other in others:
-        if other is not None and other.dtype != dtype:
+        if other is not None and (other.dtype != dtype or other.shape[-1:] != hidden_states.shape[-1:]):
             return False
     return not torch.is_autocast_enabled(hidden_states.device.type)

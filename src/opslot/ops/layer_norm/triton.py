@@ -214,5 +214,5 @@ _layer_norm = differentiable_op(
 
 def standard(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`op.standard` for float32, bfloat16 and float16, also mixed, and rows of up to 16384 elements."""
-    dtype = checked("layer_norm_implementation='triton'", hidden_states, weight, bias)
+    dtype = checked("layer_norm_implementation='triton' or 'triton_or_torch'", hidden_states, weight, bias)
     return _layer_norm(hidden_states, weight, bias, float(eps), dtype)

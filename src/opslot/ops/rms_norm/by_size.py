@@ -25,7 +25,7 @@ def cast_after_weight(hidden_states: Tensor, weight: Tensor, eps: float) -> Tens
 
 
 def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if are_few_tokens(hidden_states, residual, weight):
+    if are_few_tokens(hidden_states, residual, weight) and residual.shape == hidden_states.shape:
         total = residual + hidden_states
         return rms_norm(total, weight.shape, weight, eps), total
     return triton.fused_add(hidden_states, residual, weight, eps)
@@ -34,7 +34,7 @@ def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: floa
 def fused_add_cast_after_weight(
     hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    if are_few_tokens(hidden_states, residual, weight):
+    if are_few_tokens(hidden_states, residual, weight) and residual.shape == hidden_states.shape:
         total = residual + hidden_states
         return rms_norm(total, weight.shape, weight, eps), total
     return triton.fused_add_cast_after_weight(hidden_states, residual, weight, eps)

@@ -386,7 +386,9 @@ def _check(
 
 
 def _label(gated: bool) -> str:
-    return f"rms_norm{'_gated' if gated else ''}_implementation='triton' or 'batch_invariant'"
+    if gated:
+        return "rms_norm_gated_implementation='triton' or 'batch_invariant'"
+    return "rms_norm_implementation='triton', 'triton_or_torch' or 'batch_invariant'"
 
 
 def _weighted(weight_offset: bool = False, cast_after_weight: bool = False) -> Callable[..., Tensor]:
