@@ -319,6 +319,14 @@ def test_setting_of_a_part_that_is_not_applied(encoder_of, tmp_path, part, probl
     assert problem in found
 
 
+@pytest.mark.parametrize("question", ["<video>what?", "what?"])
+def test_setting_of_a_source_in_a_column_that_is_not_applied(encoder_of, tmp_path, question):
+    sources = [{"path": "1.mp4", "num_frames": 4}]
+    file = write(tmp_path, {"messages": talk(question=question), "videos": sources})
+    _, (found,), _ = encode(encoder_of(), file)
+    assert "the source of video has num_frames, which is not applied; remove it (for all: data.max_frames)" in found
+
+
 def test_parquet_with_bytes(encoder_of, tmp_path):
     encoder = encoder_of()
     data = png(tmp_path).read_bytes()

@@ -44,7 +44,8 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
         form: the first column of the conversation.
 
     Raises:
-        MediaError: a part without a source, or a column with more or fewer media than the messages use.
+        MediaError: a part without a source, a setting that is not applied, or a column with more or fewer media than
+            the messages use.
         SampleError: a message is malformed.
     """
     columns = ("prompt", "completion") if form == "prompt" else (form,)
@@ -62,6 +63,9 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
             f"the columns of media have {' and '.join(left)} than the messages use; add <image>, <video> or <audio> "
             'to the text, or parts {"type": "image"}'
         )
+    for kind, source in media:
+        if isinstance(source, Mapping):
+            _reject_settings(f"the source of {kind}", source)
     # Texts without media stay as they are: they need no chat template.
     kept = {name for name in columns if not media and _is_text(record[name], name)}
     return {**record, **{name: messages for name, messages in changed.items() if name not in kept}}, media, is_unnamed
@@ -234,13 +238,14 @@ def _of_part(part: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]
                 f"base64, or in a column {kind}s"
             )
         source = queues[kind].take(known.get("index"))
-    given = {**source, **known} if isinstance(source, Mapping) else known
-    if setting := next((name for name in _SETTINGS if given.get(name) is not None), None):
-        raise MediaError(
-            f"a part of type {kind} has {setting}, which is not applied; remove it (for all: {_SETTINGS[setting]})"
-        )
+    _reject_settings(f"a part of type {kind}", known)
     media.append((kind, source))
     return {"type": kind}
+
+
+def _reject_settings(what: str, given: Mapping[str, Any]) -> None:
+    if setting := next((name for name in _SETTINGS if given.get(name) is not None), None):
+        raise MediaError(f"{what} has {setting}, which is not applied; remove it (for all: {_SETTINGS[setting]})")
 
 
 def _kind(part: Mapping[str, Any]) -> str:
