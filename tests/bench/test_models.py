@@ -4,8 +4,10 @@ import pytest
 from transformers import AutoConfig
 
 import opslot
+from opslot import ConfigError
 from opslot.bench.run import read_model
 from opslot.models._layers import with_layers
+from tests.own_code import ship
 
 MODELS = sorted((Path(__file__).parents[2] / "benchmarks" / "models").glob("*.json"))
 
@@ -23,6 +25,12 @@ def test_benchmark_model_builds_on_meta(file):
     assert 0.3e9 < count < 8.5e9
     if "layer_types" in read_model(str(file)):
         assert len(config.layer_types) == config.num_hidden_layers
+
+
+def test_code_that_ships_with_a_checkpoint_is_not_run(tmp_path):
+    with pytest.raises(ConfigError, match="opslot bench does not run it") as caught:
+        read_model(str(ship("sparrow", tmp_path / "sparrow")))
+    assert "--trust-remote-code" not in str(caught.value)
 
 
 @pytest.mark.parametrize("model", ["qwen3_8b_width", "qwen3.5_9b_width", "qwen3_vl_8b_width"])

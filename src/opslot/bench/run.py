@@ -31,6 +31,7 @@ from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
 from opslot.bench.tune import timings_of, timings_text
 from opslot.models import load_config, serve_model_type
+from opslot.models._build import ShippedCodeError
 from opslot.models._layers import with_layers
 from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, write_profile
 
@@ -251,8 +252,15 @@ def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
 
     path = local_model(source, weights=False)
     if path.exists():
-        load_config(path)
-        data = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            load_config(path)
+        except ShippedCodeError as error:
+            raise ConfigError(
+                f"--model {source!r}: its Python code ships with the checkpoint, and opslot bench does not run it",
+                hint="measure a model type of Transformers with the same sizes",
+            ) from error
+        data = json.loads(file.read_text())
     elif serve_model_type(source):
         data = {"model_type": source}
     else:

@@ -318,8 +318,12 @@ def shipped_class(config: PreTrainedConfig, name: str, trust_remote_code: bool) 
     return None
 
 
-def _code_may_not_run(what: str) -> ConfigError:
-    return ConfigError(
+class ShippedCodeError(ConfigError):
+    """A class is in Python code that ships with the checkpoint, which was not allowed to run."""
+
+
+def _code_may_not_run(what: str) -> ShippedCodeError:
+    return ShippedCodeError(
         f"{what} is in Python code that ships with the checkpoint, which runs only if you allow it",
         hint=(
             "if you trust its author, give --trust-remote-code (in a training configuration model.trust_remote_code, in"
