@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from opslot.checkpoint import named_weights
     from opslot.distributed import offload, reload
     from opslot.models import apply, build_foundation_model, restore
+    from opslot.models._multimodal.unused_modules import drop_gradients_of_unused_modules
     from opslot.models.flops import count_flops
     from opslot.models.parallelize import parallelize
     from opslot.ops.cross_entropy_loss import loss_only
@@ -64,6 +65,7 @@ __all__ = [
     "bisect",
     "build_foundation_model",
     "count_flops",
+    "drop_gradients_of_unused_modules",
     "explain",
     "loss_only",
     "named_weights",
@@ -86,6 +88,7 @@ __getattr__, __dir__ = lazy_names(
         "opslot.checkpoint": "named_weights",
         "opslot.distributed": "offload reload",
         "opslot.models": "apply build_foundation_model restore",
+        "opslot.models._multimodal.unused_modules": "drop_gradients_of_unused_modules",
         "opslot.models.flops": "count_flops",
         "opslot.models.parallelize": "parallelize",
         "opslot.ops.cross_entropy_loss": "loss_only",

@@ -59,6 +59,30 @@ ROTATIONS = {
         "apply_rotary_pos_emb(q, k, cos[None, None], sin[None, None], position_ids)",
     ),
 }
+# Neighboring channels are rotated and leave as halves (DeepSeek-V2); the first channels are rotated (Phi-3).
+TO_HALVES = """\
+def apply_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim=1):
+    cos = cos[position_ids].unsqueeze(unsqueeze_dim)
+    sin = sin[position_ids].unsqueeze(unsqueeze_dim)
+    rows, heads, length, width = q.shape
+    q = q.view(rows, heads, length, width // 2, 2).transpose(4, 3).reshape(rows, heads, length, width)
+    rows, heads, length, width = k.shape
+    k = k.view(rows, heads, length, width // 2, 2).transpose(4, 3).reshape(rows, heads, length, width)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+"""
+OF_FIRST_CHANNELS = """\
+def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    width = cos.shape[-1]
+    q_first, q_rest = q[..., :width], q[..., width:]
+    k_first, k_rest = k[..., :width], k[..., width:]
+    q_embed = torch.cat([(q_first * cos) + (rotate_half(q_first) * sin), q_rest], dim=-1)
+    k_embed = torch.cat([(k_first * cos) + (rotate_half(k_first) * sin), k_rest], dim=-1)
+    return q_embed, k_embed
+"""
 CHUNKS = "    x1, x2 = x.chunk(2, dim=-1)\n"
 SLICES = "    x1 = x[..., : x.shape[-1] // 2]\n    x2 = x[..., x.shape[-1] // 2 :]\n"
 MLP = "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
@@ -133,6 +157,24 @@ def test_rotation_by_position(make, form, half):
     assert "WrenAttention.rotary_pos_emb/full" in check(model, {"rotary_pos_emb_implementation": "torch_fused"})
 
 
+@pytest.mark.parametrize(
+    ("function", "call", "variant"),
+    [
+        (TO_HALVES, CALL, "gptj_to_neox"),
+        (
+            OF_FIRST_CHANNELS,
+            "apply_rotary_pos_emb(q, k, cos[position_ids], sin[position_ids], position_ids)",
+            "partial",
+        ),
+    ],
+    ids=["to halves", "of the first channels"],
+)
+def test_other_rotations_by_position(make, function, call, variant):
+    model = make([(ROTARY, function), (CALL, call)])
+    found = check(model, {"rotary_pos_emb_implementation": "triton"})
+    assert any(slot.endswith(f"/{variant}") and "rotary" in slot for slot in found), found
+
+
 def test_rotation_without_its_positions_has_no_slot(make):
     """The kernel needs those that the function reads."""
     function, _ = ROTATIONS["positions select rows"]
@@ -203,6 +245,6 @@ def test_attention_with_a_mask_cut_to_the_keys(make):
 
 
 def test_compiled_model_is_not_given_packed_documents_that_it_mixes(make):
-    """Masks of its own cannot separate them, which is no fault of the compiled model."""
+    """Masks of its own cannot separate them, compiled or not."""
     found = check_architecture(make([]).config, checks=["compiled"])
     assert found.ok, found.problems

@@ -5,6 +5,7 @@ import torch
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
+from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common import few_tokens
 from opslot.ops._common.few_tokens import are_few_tokens
 
@@ -45,10 +46,9 @@ def test_kernel_by_size(spec, monkeypatch):
     variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
     case = next(case for case in variant.cases if case.role == "check")
     arguments = case.make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
-    kernel, launched = KERNEL_REGISTRY.load(*spec.key), []
-    module = f"opslot.ops.{spec.op_name}.by_size.triton.{spec.variant}"
-    monkeypatch.setattr(module, lambda *args: launched.append(1) or triton(*args))
+    kernel, launched, launch = KERNEL_REGISTRY.load(*spec.key), [], KernelLauncher.__call__
     expected = triton(**arguments)
+    monkeypatch.setattr(KernelLauncher, "__call__", lambda *args: launched.append(1) or launch(*args))
     found = kernel(**arguments)
     assert not launched
     torch.testing.assert_close(found, expected)

@@ -139,7 +139,7 @@ def test_step_of_text_alone_does_not_move_the_encoder(write, settings, tmp_path,
     assert run_config(one) == 0
     settings["train"] |= changes | {"max_steps": 2}
     assert ranks.run(run_config, write("two"), timeout=90) == [0, 0]
-    # Of parameters without a gradient so far there is no state in the checkpoint.
+    # The checkpoint has no state of parameters that have had no gradient.
     settings["train"] |= {"max_steps": 3, "checkpoint": {"resume_from": "latest"}}
     assert ranks.run(run_config, write("two"), timeout=90) == [0, 0]
     curves = [losses(tmp_path / name) for name in ("one", "two")]

@@ -13,7 +13,7 @@ EXPORTS_FILE = "exports.json"
 
 
 def exported_step(output_dir: Path, name: str) -> int | None:
-    """The step of the model in an export; None where it is not known, or there is no such export."""
+    """The step of the model in an export; None without such an export, or where it is unknown."""
     recorded = _recorded(output_dir).get(name)
     return recorded["step"] if recorded is not None and (output_dir / name).is_dir() else None
 

@@ -22,8 +22,11 @@ from opslot.models._multimodal.parts import parts_of
 
 
 def drop_gradients_of_unused_modules(model: Any) -> None:
-    """Remove the gradients of towers, projections and modules of lists that are zero on all ranks, after the last
-    backward pass of a step; every rank calls it."""
+    """Remove the gradients of towers, projections and modules of lists that no rank has run in a step.
+
+    The trainer calls it. In a training loop of your own, call it on every rank after the last backward pass of a step,
+    before gradients are clipped. Does nothing for a model without such modules, and in a single process.
+    """
     calls, stacks = tower_calls(model), skipped_modules(model)
     if calls is None and not stacks:
         return

@@ -127,11 +127,11 @@ _SLOT_NAMES = {"vision": "rotary_pos_emb_vision", "gptj_to_neox": "rotary_pos_em
 ROWS = (
     RotaryForm("be80094eafa5", "full", _NEOX, "llama, qwen2, qwen3, mistral, gemma and 113 more"),
     *_with_positions(
-        ("af80dd417d15", "full", _NEOX, "{0}", "Llama from 4.38, InternLM2, MiniCPM"),
-        ("22cde62f936f", "partial", f"{_NEOX}, or of its first channels", "{0}", "Phi-4-mini"),
-        ("31508ed7c9fa", "full", _NEOX, "{0}[{1}]", "Llama 4.36 and 4.37, Mixtral, DeepSeek-MoE"),
-        ("429c7ff19fad", "full", _NEOX, "{0}.squeeze(1).squeeze(0)[{1}]", "Llama before 4.36, Baichuan, Yi"),
-        ("98f3e1a35765", "gptj_to_neox", _TO_HALVES, "{0}[{1}]", "DeepSeek-V2, DeepSeek-V3, Kimi-K2"),
+        ("af80dd417d15", "full", _NEOX, "{0}", "Llama of Transformers 4.38 to 4.57"),
+        ("22cde62f936f", "partial", f"{_NEOX}, or of its first channels", "{0}", "Phi-3 of Transformers 4.56"),
+        ("31508ed7c9fa", "full", _NEOX, "{0}[{1}]", "Llama of Transformers 4.35 to 4.37, Mixtral up to 4.46"),
+        ("429c7ff19fad", "full", _NEOX, "{0}.squeeze(1).squeeze(0)[{1}]", "Llama of Transformers 4.31"),
+        ("98f3e1a35765", "gptj_to_neox", _TO_HALVES, "{0}[{1}]", "DeepSeek-V2"),
     ),
     RotaryForm(
         "be80094eafa5",
