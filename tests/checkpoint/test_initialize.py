@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint.initialize import MeshFreeDraws, initialize, initialize_weights
+from opslot.verify.random_model import class_of
+from opslot.verify.tiny import tiny_config
 
 
 class Experts(nn.Module):
@@ -39,8 +41,8 @@ class Toy(nn.Module):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            return
-        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.1)
+        elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.5)
             nn.init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, Experts):
@@ -118,6 +120,7 @@ def test_initialization_follows_the_model() -> None:
     initialize_weights(model, 0)
     model.requires_grad_(False)
     assert torch.equal(model.embed.weight[5], torch.zeros(6))
+    # Of the embedding, not of the tied head.
     assert model.embed.weight[:5].std().item() == pytest.approx(0.5, rel=0.4)
     experts = model.experts.gate_up_proj
     assert experts.std().item() == pytest.approx(0.02, rel=2e-3)
@@ -192,6 +195,42 @@ def test_model_that_sets_a_buffer_of_a_module_below() -> None:
     initialize(model, [], ["inner.norm.scales"], 0)
     assert model.inner.norm.scales.tolist() == list(range(7))
     assert model.other.weight.tolist() == [[5.0, 5.0], [5.0, 5.0]]
+
+
+class Merger(nn.Module):
+    """With a method that has the name of Transformers' and takes no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def _init_weights(self) -> None:
+        raise AssertionError("not a model's")
+
+
+def test_method_of_another_kind_is_not_called() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Merger())
+    initialize_weights(model, 0)
+    assert 0 < model.get_parameter("0.linear.weight").abs().max() <= 3**-0.5
+
+
+@pytest.mark.parametrize("arch", ["apertus", "youtu"])
+def test_values_on_meta_are_those_of_transformers(arch: str) -> None:
+    """xIELU's parameters, which only constructors compute, and embeddings tied to a head that draws smaller values."""
+    config = tiny_config(arch)
+    config.tie_word_embeddings = True
+    expected = values(class_of(config)._from_config(config))
+    with torch.device("meta"):
+        model = class_of(config)._from_config(config)
+    initialize_weights(model, 0)
+    found = values(model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if value.numel() > 1 and value.std() > 0:
+            assert found[name].std().item() == pytest.approx(value.std().item(), rel=0.3), name
+        else:
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
 
 
 def test_parameter_without_initialization_raises() -> None:

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opslot._base.errors import CheckpointError, list_problems
+from opslot._base.source import method_parameters
+from opslot.checkpoint.constructed import constructor_values
 from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import clean_fqn
 from opslot.checkpoint.tensor_slice import extent, intersect, local_ranges, relative
@@ -74,8 +76,9 @@ def initialize(
     """Initialize `names`, which are not in the checkpoint, and `meta_buffers`, which had no memory.
 
     Uses the `_init_weights(module)` of the nearest model around a module, else the module's `reset_parameters`; only on
-    modules that own such tensors and, where some are left, on modules around those, unless `every_module`. Other
-    tensors of the same modules may change: call it before weights are written.
+    modules that own such tensors and, where some are left, on modules around those, unless `every_module`. What these
+    leave gets the values of the model's constructors. Other tensors of the same modules may change: call it before
+    weights are written.
 
     Raises:
         CheckpointError: tensors that neither sets.
@@ -90,14 +93,25 @@ def initialize(
         for *_, own in owners:
             for name in wanted.intersection(own):
                 _spoil(own[name])
+        first: dict[int, tuple[str, nn.Module, Any]] = {}
         for path, module, init, own in _modules(model):
             if every_module or wanted.intersection(own):
                 draws.run(path, module, init)
+                for tensor in own.values():
+                    before = first.setdefault(id(tensor), (path, module, init))
+                    if before[1] is not module:
+                        # Transformers ties after drawing, so a head has the values of the embedding.
+                        draws.run(*before)
         if not every_module and (left := _left(owners, wanted)):
             # A model's function may set what modules below hold, as Falcon-H1's does.
             for path, module, init, own in _modules(model):
                 if not wanted.intersection(own) and any(name.startswith(f"{path}." if path else "") for name in left):
                     draws.run(path, module, init)
+        if left := _left(owners, wanted):
+            values = constructor_values(model, left)
+            for *_, own in owners:
+                for name in values.keys() & own.keys():
+                    local_tensor(own[name]).copy_(values[name][local_ranges(own[name])])
     if left := _left(owners, wanted):
         raise CheckpointError(
             list_problems(
@@ -223,7 +237,10 @@ def _modules(
 ) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], Any] | None, dict[str, Tensor]]]:
     """Every module, those inside first: path, module, the function of the nearest model that initializes it, and its
     own tensors by their FQNs."""
-    init = getattr(model, "_init_weights", None) or init
+    own_init: Any = getattr(model, "_init_weights", None)
+    # Modules of MiniCPM-V have a method of this name that takes no module.
+    if own_init is not None and method_parameters(type(model), "_init_weights"):
+        init = own_init
     for key, child in model.named_children():
         yield from _modules(child, f"{path}.{key}" if path else key, init)
     own = {**model._parameters, **model._buffers}

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+
+from opslot.checkpoint.constructed import UndrawnOnMeta
 
 _Model = TypeVar("_Model", bound=nn.Module)
-# What layers of torch make parameters with. Other factory functions also compute buffers, such as frequencies of RoPE.
-_OF_PARAMETERS = {torch.empty, torch.rand, torch.randn}
-
-
-class _ParametersOnMeta(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _OF_PARAMETERS and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
 
 
 def with_parameters_on_meta(make: Callable[[], _Model], device: torch.device | str) -> _Model:
@@ -27,7 +18,7 @@ def with_parameters_on_meta(make: Callable[[], _Model], device: torch.device | s
 
     Code written for Transformers before 5 computes buffers in its constructors alone, outside of `_init_weights`.
     """
-    with _ParametersOnMeta():
+    with UndrawnOnMeta():
         model = make()
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
