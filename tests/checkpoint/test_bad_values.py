@@ -45,6 +45,13 @@ def test_large_finite_values_give_no_warning(tmp_path: Path) -> None:
     assert load_weights(nn.Linear(2, 3), folder).not_finite == []
 
 
+def test_infinities_of_buffers_are_no_problem(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    model.register_buffer("most", torch.tensor(float("inf")))
+    folder = save_weights(model, tmp_path / "hf")
+    assert load_weights(model, folder).not_finite == []
+
+
 @pytest.mark.parametrize(
     ("stored", "value", "dtype"), [(torch.float64, 1e300, torch.float32), (torch.float32, -1e5, torch.float16)]
 )

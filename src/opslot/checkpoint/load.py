@@ -170,6 +170,9 @@ def load_weights(
     with torch.no_grad():
         _execute(mapping, _Destinations(tensors_of(model), quantizing, device, mapping, regions), report)
     report.seconds = time.perf_counter() - start
+    # Buffers may hold infinities, such as the bounds of Gemma 4's clipped linear layers.
+    parameters = {clean_fqn(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    report.not_finite = sorted(parameters.intersection(report.not_finite))
     if report.not_finite:
         logger.warning(
             "%d parameters of %s hold NaN or infinity, e.g. %s; the loss will not be finite",
