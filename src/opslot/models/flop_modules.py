@@ -16,6 +16,7 @@ from opslot._base.source import forward_source
 from opslot.models._multimodal.audio import AUDIO_CONFIGS, METHOD
 from opslot.models.flop_audio import AudioEncoder, read_audio_encoder
 from opslot.models.flop_measured import MeasuredAudioEncoder, measure_audio_encoder
+from opslot.ops._common.model_config import layer_config
 from opslot.ops.attention.options import head_widths, option_value
 from opslot.slots.protocol import attention_options
 
@@ -393,6 +394,7 @@ def _shape(module: Any, config: Any) -> AttentionShape:
     found = attention_options(module)
     bidirectional = (found is not None and found[0] == "bidirectional") or not getattr(module, "is_causal", True)
     kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    config = layer_config(config, index or 0)
     kind = kinds[index] if kinds and isinstance(index, int) and index < len(kinds) else None
     window = option_value(module, "sliding_window") if found else getattr(module, "sliding_window", None)
     if window is None and not hasattr(module, "sliding_window"):

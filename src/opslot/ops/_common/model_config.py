@@ -15,13 +15,18 @@ def sizes_of(source: Any, **names: str) -> dict[str, int] | None:
 
 
 def text_config(request: KernelRequest) -> Any:
-    """The config of the language model; None without a config."""
-    return language_config(request.config)
+    """The config of the language model, or of one of its layers where those differ; None without a config."""
+    return layer_config(language_config(request.config), getattr(request.module, "layer_idx", None) or 0)
 
 
 def language_config(config: Any) -> Any:
     """The config of the language model in `config`, which may be any object or None."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def layer_config(config: Any, index: int) -> Any:
+    """The config of a layer of a model whose layers differ, such as Gemma 4's; `config` of others."""
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
 
 
 def activation_width(request: KernelRequest, *projections: str) -> dict[str, int] | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from opslot.ops._common.model_config import text_config
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, TRITON, add_gpu_kernel, add_kernel, add_triton_kernel
 from opslot.ops.attention.op import OP
 from opslot.ops.attention.options import NARROW_WINDOW, options_of
@@ -139,7 +140,7 @@ def _triton_priority(request: KernelRequest) -> int:
     options = options_of(request)
     if max((max(widths) for widths in options.widths), default=0) > (128 if options.grouped else 192):
         return 85
-    return 75 if options.windows or getattr(request.config, "sliding_window", None) is not None else 60
+    return 75 if options.windows or getattr(text_config(request), "sliding_window", None) is not None else 60
 
 
 def _flash_4_priority(request: KernelRequest) -> int:
