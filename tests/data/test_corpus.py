@@ -1,9 +1,10 @@
+import json
 import os
 
 import numpy as np
 import pytest
 
-from opslot._base.errors import DataError
+from opslot._base.errors import ConfigError, DataError
 from opslot.data.corpus import open_corpus
 from opslot.data.encoder import TextEncoder
 from opslot.data.tokenizer import load_tokenizer
@@ -73,3 +74,11 @@ def test_tokenizer_without_eos_raises_with_append_eos(tmp_path, tokenizer):
     with pytest.raises(DataError, match="has no end-of-sequence token"):
         TextEncoder(bare)
     assert open_corpus([file], TextEncoder(bare, append_eos=False), cache_dir=str(tmp_path / "c")).num_tokens() == 3
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "dbrx"])
+def test_folder_without_a_tokenizer_raises(tmp_path, model_type):
+    """Transformers makes an empty tokenizer from such a config.json."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match=r"no tokenizer at .*\n.*found: none of merges\.txt, .*vocab\.json"):
+        load_tokenizer(tmp_path)

@@ -21,6 +21,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = local_model(path, weights=False)
+    files: set[str] = set()
     if folder.is_file():
         alone: Path | None = folder
     else:
@@ -29,9 +30,13 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         if alone is not None and alone.is_file():
             return PreTrainedTokenizerFast(tokenizer_file=str(alone))
         if folder.is_dir():
-            return AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code, local_files_only=True
             )
+            files = set(getattr(tokenizer, "vocab_files_names", {}).values())
+            # Without its files, Transformers makes a tokenizer of special tokens alone from config.json.
+            if not files or any((folder / name).is_file() for name in files):
+                return tokenizer
     except Exception as error:
         raise ConfigError(
             f"the tokenizer in {path} cannot be read",
@@ -40,5 +45,6 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         ) from error
     raise ConfigError(
         f"no tokenizer at {path}",
+        found=f"none of {', '.join(sorted(files))}" if files else "",
         hint="set model.tokenizer_path to a folder with tokenizer.json (and tokenizer_config.json)",
     )
