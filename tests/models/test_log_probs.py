@@ -8,11 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opslot
 from opslot._base.errors import ConfigError, KernelError
+from opslot.verify.tiny import tiny_config
 from tests.models.tiny import tiny_model
 
 FUSED = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
-# A plain head, a softcap, a scale and a bias.
-ARCHES = ("qwen3", "gemma2", "granite", "phi")
+# A plain head, a softcap, a scale, a bias, and a class whose name is not that of a language model.
+ARCHES = ("qwen3", "gemma2", "granite", "phi", "bert-generation")
 T = 0.7
 
 
@@ -132,6 +133,17 @@ def test_loss_without_a_slot_raises():
     model = opslot.build_foundation_model(config, init_device="meta")
     with pytest.raises(ConfigError, match="ChameleonForConditionalGeneration cannot return log_probs"):
         model(input_ids=torch.ones(1, 2, dtype=torch.long), return_log_probs=True)
+
+
+def test_loss_over_a_vocabulary_without_a_slot_raises():
+    """In classes of other names too, which would ignore the argument."""
+    from transformers import BertForPreTraining
+
+    model = BertForPreTraining(tiny_config("bert"))
+    opslot.apply(model)
+    ids = torch.ones(1, 2, dtype=torch.long)
+    with pytest.raises(ConfigError, match="BertForPreTraining cannot return log_probs"):
+        model(input_ids=ids, labels=ids, return_log_probs=True)
 
 
 def test_kernel_without_log_probs_raises(monkeypatch):

@@ -9,14 +9,16 @@ from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Skip
-from opslot.patchgen.fused_loss import UnknownLossError
+from opslot.patchgen.fused_loss import UnknownLossError, is_loss
 from opslot.patchgen.losses import loss_region
+from opslot.patchgen.upstream import find_nodes
 from opslot.slots.protocol import LOSS_FUNCTION
 
 OP = "cross_entropy_loss"
 _CAUSAL = Slot(OP, "causal")
 _CLASSIFICATION = Slot(OP, "sequence_classification")
 _HEADS = "(For(CausalLM|ConditionalGeneration|MaskedLM)|MTModel)$|LMHead"
+_CRITERIA = ("loss_fct", "criterion")
 _LOG_PROBS = ("opslot.ops.cross_entropy_loss.log_probs", "returns_log_probs")
 _LOSS_OF_CLASSIFIER = {
     "GenericForSequenceClassification": "ForSequenceClassificationLoss",
@@ -28,8 +30,16 @@ _LAYERS, _LOSSES = "transformers.modeling_layers", "transformers.loss.loss_utils
 def find_language_model_heads(module: ModuleView) -> Iterator[Match | Skip]:
     """Heads of language models: the statements from the logits to the loss."""
     for name, forward in module.methods():
-        if re.search(_HEADS, name) and "labels" in module.parameters(forward):
+        if "labels" in module.parameters(forward) and (
+            re.search(_HEADS, name) or _predicts_tokens(module.function(forward))
+        ):
             yield _head(module, name, forward)
+
+
+def _predicts_tokens(forward: ast.FunctionDef) -> bool:
+    """Whether a loss is computed over a vocabulary, in a class of any name."""
+    calls = find_nodes(ast.Call, forward)
+    return any(is_loss(call, _CRITERIA) and "vocab_size" in ast.unparse(call) for call in calls)
 
 
 def _head(module: ModuleView, name: str, forward: str) -> Match | Skip:
