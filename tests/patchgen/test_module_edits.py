@@ -360,7 +360,14 @@ def test_extending_a_sibling(rewrite, patch):
     [
         (lambda patch: patch.add_import("numpy", names=["x"], is_from_import=False), "a from-import needs names"),
         (lambda patch: patch.replace_class("A", 3), "cannot be read"),
+        (lambda patch: patch.replace_function("norm", lambda x: x), "is a lambda"),
         (lambda patch: PatchConfig("toy"), "dotted module name"),
+        (lambda patch: patch.add_import("a b"), "add_import: the text is not Python code"),
+        (lambda patch: patch.add_post_import_block("def f(:"), "add_post_import_block: the text is not Python code"),
+        (lambda patch: patch.add_final_block("# only a comment"), "add_final_block: the text has no statement"),
+        (lambda patch: patch.add_helper("x ="), "add_helper: the text is not Python code"),
+        (lambda patch: patch.set_attribute("ToyNorm", "eps", object()), "a name and a literal value"),
+        (lambda patch: patch.set_attribute("ToyNorm", "a b", 1), "a name and a literal value"),
     ],
 )
 def test_invalid_usage_raises(patch, call, problem):
@@ -371,6 +378,34 @@ def test_invalid_usage_raises(patch, call, problem):
 def test_replacement_must_be_one_definition(rewrite, patch):
     patch.replace_function("norm", "def a(): ...\n\ndef b(): ...\n")
     with pytest.raises(PatchError, match=r"not one class or function\n  found: 2"):
+        rewrite(BEFORE, patch)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda patch: patch.set_attribute("ToyGone", "eps", 1),
+        lambda patch: patch.decorate("ToyGone.forward", "os", "f"),
+        lambda patch: patch.decorate("ToyNorm.gone", "os", "f"),
+    ],
+)
+def test_attribute_or_decorator_of_a_missing_symbol_raises(rewrite, patch, edit):
+    edit(patch)
+    with pytest.raises(PatchError, match=r"it has no Toy(Gone|Norm\.gone)"):
+        rewrite(BEFORE, patch)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda patch: patch.override_method("ToyNorm.forward", "def forward(self, x: return x"),
+        lambda patch: patch.insert_before("ToyNorm.forward", "return norm(x)", "x = = 1"),
+        lambda patch: patch.slot_method("ToyNorm.forward", Slot("rms_norm", "standard"), args="self, x(("),
+    ],
+)
+def test_invalid_syntax_is_reported_with_the_edit(rewrite, patch, edit):
+    edit(patch)
+    with pytest.raises(PatchError, match=r"ToyNorm\.forward\n(.|\n)*its text is not Python code"):
         rewrite(BEFORE, patch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import sys
 import textwrap
@@ -27,7 +28,7 @@ from opslot.patchgen.edits import (
     UndecoratedCopy,
     rename,
 )
-from opslot.patchgen.primitives import TextPrimitives, pairs_of
+from opslot.patchgen.primitives import TextPrimitives, pairs_of, require_python
 
 
 class PatchConfig(TextPrimitives):
@@ -242,6 +243,16 @@ class PatchConfig(TextPrimitives):
 
     def set_attribute(self, class_name: str, attribute: str, value: Any) -> None:
         """Set an attribute of a class to a literal value."""
+        try:
+            is_literal = attribute.isidentifier() and ast.literal_eval(repr(value)) == value
+        except (ValueError, SyntaxError):
+            is_literal = False
+        if not is_literal:
+            raise PatchError(
+                "set_attribute needs a name and a literal value",
+                found=f"{attribute} = {value!r}",
+                hint="set other values in a block of add_final_block",
+            )
         self.edits.append(ClassAttribute(class_name, attribute=attribute, value=value))
 
     def decorate(self, target: str, module: str, decorator: str) -> None:
@@ -263,12 +274,13 @@ class PatchConfig(TextPrimitives):
                 hint="give names, or leave out is_from_import",
             )
         spec = ImportSpec(module, names, alias)
+        require_python(spec.statement, "add_import")
         if spec not in self.additional_imports:
             self.additional_imports.append(spec)
 
     def add_final_block(self, text: str) -> None:
         """Add source text at the module's end."""
-        self.final_blocks.append(textwrap.dedent(text).strip("\n"))
+        self.final_blocks.append(require_python(textwrap.dedent(text).strip("\n"), "add_final_block"))
 
     def extend(self, sibling: PatchConfig, *, name_map: Mapping[str, str] | None = None) -> None:
         """Add a sibling's edits, imports, blocks and helpers, with prefixes of names exchanged by `name_map`."""

@@ -50,8 +50,7 @@ class EditedModule:
         """The definition called `Class`, `Class.method` or `function`."""
         found = self.find(symbol)
         if found is None:
-            owner = symbol.split(".")[0]
-            raise self.fail(edit, self.upstream.missing(symbol), show=owner if owner != symbol else None)
+            raise self._missing(symbol, edit)
         return block_of(found)
 
     def find(self, symbol: str) -> cst.FunctionDef | cst.ClassDef | None:
@@ -67,6 +66,19 @@ class EditedModule:
             found = methods[position]
         assert isinstance(found, cst.FunctionDef | cst.ClassDef)
         return found
+
+    def is_excluded(self, symbol: str, edit: Edit) -> bool:
+        """Whether an edit before this one excluded the symbol's class; raises where there is no such symbol."""
+        if self.find(symbol) is not None:
+            return False
+        owner = symbol.split(".")[0]
+        if self.index(owner) is None and self.upstream.find(owner) is not None:
+            return True
+        raise self._missing(symbol, edit)
+
+    def _missing(self, symbol: str, edit: Edit) -> PatchError:
+        owner = symbol.split(".")[0]
+        return self.fail(edit, self.upstream.missing(symbol), show=owner if owner != symbol else None)
 
     def index(self, name: str) -> int | None:
         """Position of a top-level definition in the module."""
@@ -113,6 +125,8 @@ class EditedModule:
 
     def set_attribute(self, edit: ClassAttribute) -> None:
         """Give a class an attribute with a literal value."""
+        if self.is_excluded(edit.target, edit):
+            return
         declared = self.class_slots.setdefault(edit.target, ClassSlots())
         declared.attributes[edit.attribute] = edit.value
         declared.numbers.append(self.number(edit))

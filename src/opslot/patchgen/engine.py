@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import singledispatch
 
+import libcst as cst
+
 from opslot._base.errors import PatchError
 from opslot.patchgen.anchoring import apply_anchored
 from opslot.patchgen.config import PatchConfig
@@ -65,6 +67,8 @@ def apply_all(patch: PatchConfig, release: Release) -> tuple[EditedModule, list[
             apply(edit, edited)
         except PatchError as problem:
             problems.append(problem)
+        except cst.ParserSyntaxError as error:
+            problems.append(edited.fail(edit, f"its text is not Python code: {error}"))
     return edited, problems
 
 

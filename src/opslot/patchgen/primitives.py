@@ -122,11 +122,11 @@ class TextPrimitives:
 
     def add_post_import_block(self, text: str) -> None:
         """Add source text after the imports."""
-        self.post_import_blocks.append(textwrap.dedent(text).strip("\n"))
+        self.post_import_blocks.append(require_python(textwrap.dedent(text).strip("\n"), "add_post_import_block"))
 
     def add_helper(self, obj: T) -> T:
         """Add a function or class after the imports; usable as a decorator."""
-        self.helpers.append(obj if isinstance(obj, str) else _text_of(obj))
+        self.helpers.append(require_python(obj, "add_helper") if isinstance(obj, str) else _text_of(obj))
         return obj
 
 
@@ -135,6 +135,19 @@ def create_patch_from_external(
 ) -> ExternalReplacement:
     """An edit for `PatchConfig.edits`: take `target` from another package, under upstream's name."""
     return ExternalReplacement(target, description, source_module=source_module, source_name=source_name or target)
+
+
+def require_python(text: str, method: str) -> str:
+    """`text`; raises unless it is statements of Python."""
+    try:
+        statements = ast.parse(text).body
+    except SyntaxError as error:
+        raise PatchError(
+            f"{method}: the text is not Python code", found=str(error), hint="give whole statements"
+        ) from error
+    if not statements:
+        raise PatchError(f"{method}: the text has no statement", found=repr(text), hint="give whole statements")
+    return text
 
 
 def pairs_of(name_map: Mapping[str, str] | None) -> NameMap:
@@ -146,6 +159,8 @@ def _text_of(obj: Callable[..., Any] | type | str) -> str:
     """Source text of a class or function, with its comments above and without the decorators of this module."""
     if isinstance(obj, str):
         return textwrap.dedent(obj).strip("\n") + "\n"
+    if getattr(obj, "__name__", "") == "<lambda>":
+        raise PatchError("a replacement is a lambda, whose source cannot be read", hint="define a function")
     try:
         text = textwrap.dedent(inspect.getsource(obj))
     except (OSError, TypeError) as error:

@@ -143,9 +143,9 @@ def apply_slot_loss(edit: SlotLoss, edited: EditedModule) -> None:
 
 
 def apply_decorate(edit: Decorate, edited: EditedModule) -> None:
-    method = edited.find(edit.target)
-    if method is None:
+    if edited.is_excluded(edit.target, edit):
         return
+    method = edited.get(edit.target, edit)
     new = cst.Decorator(cst.Name(edit.decorator))
     edited.sign(edit, [new])
     edited.put(edit.target, method.with_changes(decorators=[new, *method.decorators]))
