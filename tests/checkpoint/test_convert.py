@@ -11,7 +11,7 @@ import torch
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import load_weights, save_weights
 from opslot.checkpoint.convert import convert_folder
-from opslot.checkpoint.experts import LAYOUTS
+from opslot.checkpoint.experts import LAYOUTS, is_expert_tensor
 from opslot.checkpoint.folder import _in_words
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
@@ -85,6 +85,21 @@ def test_convert_checkpoint_saved_by_transformers(tmp_path, moe_folder, make_mod
     wanted = make_model("qwen3_moe").state_dict()
     assert tensors.keys() == wanted.keys()
     assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "lfm2_moe"])
+def test_experts_under_other_names_get_those_of_the_model(tmp_path, arch) -> None:
+    model = random_model(tiny_config(arch))
+    model.save_pretrained(tmp_path / "a")
+    convert_folder(tmp_path / "a", tmp_path / "stacked", layout="stacked")
+    tensors, wanted = safetensors.torch.load_file(tmp_path / "stacked" / "model.safetensors"), model.state_dict()
+    assert all(torch.equal(tensors[name], wanted[name]) for name in tensors)
+    assert any(is_expert_tensor(name) for name in tensors)
+    for layout in LAYOUTS:
+        convert_folder(tmp_path / "a", tmp_path / layout / "b", layout=layout)
+        other = random_model(tiny_config(arch), noise=0.3)
+        load_weights(other, tmp_path / layout / "b")
+        assert_equal_tensors(other, model)
 
 
 def test_invalid_sources_and_destinations_raise(tmp_path, moe_folder, make_model) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import Shapes
 from opslot.checkpoint.experts import ExpertTensorConverter, check_layout, expert_targets_of_checkpoint
 from opslot.checkpoint.folder import INDEX, read_config, read_folder, staged_folder
+from opslot.checkpoint.hub_names import hub_names
 from opslot.checkpoint.mapping import MappedSlice, map_tensors
 from opslot.checkpoint.model_tensors import ModelTensors
 from opslot.checkpoint.quantized import dequantized_entries, open_tensor, quantization_of
@@ -42,9 +43,10 @@ def convert_folder(
     """Write the checkpoint in `source` to `destination` with its experts in `layout`.
 
     FP8 and MXFP4 tensors are dequantized to the dtype in config.json, else bfloat16. Other tensors and files, such as
-    config.json and the tokenizer's, are copied. Folders, except additional chat templates, and safetensors files that
-    are not part of the checkpoint are left out and logged. The destination appears when it is complete. Memory is one
-    tensor of the result and the mapped pages of a few files.
+    config.json and the tokenizer's, are copied. Where experts have other names than in Transformers' model (Mixtral's
+    w1, w2 and w3), all tensors get the model's names; Transformers reads those of the layout "stacked". Folders, except
+    additional chat templates, and safetensors files that are not part of the checkpoint are left out and logged. The
+    destination appears when it is complete. Memory is one tensor of the result and the mapped pages of a few files.
 
     Args:
         source: a Hugging Face checkpoint of any layout, or a model of the hub, ORG/NAME.
@@ -72,6 +74,12 @@ def convert_folder(
         )
     shapes = {name: entry.shape for name, entry in entries.items()}
     experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(config))
+    if not experts:
+        # Such as Mixtral's, whose projections are called w1, w2 and w3.
+        own = _model_names(source, config, shapes)
+        entries = {own.get(name, name): entry for name, entry in entries.items()}
+        shapes = {name: entry.shape for name, entry in entries.items()}
+        experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(config))
     if not experts:
         raise CheckpointError(
             f"checkpoint {str(source)!r} holds no experts, so there is nothing to convert",
@@ -105,19 +113,28 @@ def _reads_transposed(source: Path, config: dict[str, Any], shapes: Shapes, expe
     transposed = next((name for name, shape in experts.items() if tuple(shapes.get(name, shape)) != tuple(shape)), None)
     if transposed is None:
         return False
+    model = _meta_model(source, config)
+    own = model.state_dict().get(transposed) if model is not None else None
+    return own is not None and own.shape == tuple(shapes[transposed])
+
+
+def _model_names(source: Path, config: dict[str, Any], shapes: Shapes) -> Mapping[str, str]:
+    """The names in Transformers' model, or per expert, of source keys that only have another name there."""
+    model = _meta_model(source, config)
+    names = hub_names(model, shapes) if model is not None else None
+    return {} if names is None else names.copied
+
+
+def _meta_model(source: Path, config: dict[str, Any]) -> Any:
+    """Transformers' model of a checkpoint on meta; None where it has none."""
     import transformers
 
-    cls = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if cls is None:
-        return False
     try:
         with torch.device("meta"):
-            model = cls(transformers.AutoConfig.from_pretrained(source))
+            return getattr(transformers, config["architectures"][0])(transformers.AutoConfig.from_pretrained(source))
     # Of any model's constructor; converting does not need a config that it accepts.
     except Exception:
-        return False
-    own = model.state_dict().get(transposed)
-    return own is not None and own.shape == tuple(shapes[transposed])
+        return None
 
 
 def _copy_companions(source: Path, destination: Path, shards: set[str]) -> None:

@@ -36,12 +36,14 @@ class HubNames:
 
     Attributes:
         renamed: each source key, as Transformers renames it; the model need not have the result.
+        copied: the source keys of tensors whose values are copied, and their names in the model or per expert.
         converters: for every tensor that the model uses.
         source_keys: FQNs of the model with layer numbers as `*`, and their source keys.
         model: the model, of Transformers' class.
     """
 
     renamed: Mapping[str, str]
+    copied: Mapping[str, str]
     converters: list[Converter]
     source_keys: dict[str, list[str]]
     model: Any
@@ -134,7 +136,9 @@ class _Assigner:
 
     def result(self) -> HubNames:
         placing = HubTensorConverter(self._copied, self._tensors, self._experts, self._known_keys)
-        return HubNames(self._renamed, [placing, *self._converted.values()], self._known_keys, self._model)
+        return HubNames(
+            self._renamed, self._copied, [placing, *self._converted.values()], self._known_keys, self._model
+        )
 
     @cached_property
     def _written(self) -> dict[str, str]:
