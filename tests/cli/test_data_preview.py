@@ -111,6 +111,27 @@ def test_generate_rejects_missing_weights_and_classifiers(model, tmp_path, capsy
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("model.safetensors", "", "is not a checkpoint that can generate"),
+        ("chat_template.jinja", "{% if x %}", "--prompt: the chat template rejects it: Unexpected end of template"),
+        ("chat_template.jinja", "{{ raise_exception('no') }}", "--prompt: the chat template rejects it: no"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id in generation_config.json is not an id"),
+    ],
+)
+def test_generate_rejects_damaged_files(model, tmp_path, capsys, file, text, message):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(model, tmp_path / "m")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / file).write_text(text)
+    assert main(["generate", str(tmp_path / "m"), "--prompt", "hi", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "hint: " in error
+
+
 @pytest.mark.parametrize("option", [("--max-new-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan")])
 def test_generate_rejects_values_out_of_range(option, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -58,17 +58,16 @@ def run(options: argparse.Namespace) -> int:
     as_processor, chat = has_processor(model), False if options.raw else None
     with torch.no_grad():
         for prompt in prompts:
-            if encoder is None:
-                (answer,) = generate_answers(
-                    loaded, tokenizer, [prompt], options.max_new_tokens, chat=chat, as_processor=as_processor, **common
-                )
-            else:
-                try:
+            try:
+                if encoder is not None:
                     answer = answer_about_media(loaded, encoder, prompt, media, options.max_new_tokens, **common)
-                except SampleError as error:
-                    given = ", ".join(path for _, path in media)
-                    hint = "give files that this model takes"
-                    raise ConfigError(f"--prompt with {given}: {error}", hint=hint) from error
+                else:
+                    common |= {"chat": chat, "as_processor": as_processor}
+                    (answer,) = generate_answers(loaded, tokenizer, [prompt], options.max_new_tokens, **common)
+            except SampleError as error:
+                given = ", ".join(path for _, path in media)
+                hint = "give files that this model takes" if media else "correct the chat template, or pass --raw"
+                raise ConfigError(f"--prompt{' with ' if media else ''}{given}: {error}", hint=hint) from error
             if len(prompts) > 1:
                 print(f">>> {prompt}")
             print(answer)
@@ -156,10 +155,10 @@ def _transformers_model(base: str, config: Any, trust_remote_code: bool) -> Any:
         model, info = _auto_class(config).from_pretrained(
             base, trust_remote_code=trust_remote_code, local_files_only=True, dtype="auto", output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{base} is not a checkpoint that can generate", found=str(error).splitlines()[0], hint=_HINT
-        ) from error
+    # Of any model's constructor, and of damaged files.
+    except Exception as error:
+        found = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{base} is not a checkpoint that can generate", found=found, hint=_HINT) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
             f"{base} is not a checkpoint that can generate",

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opslot._base.errors import ConfigError
 from opslot.data.content_forms import ContentForms
+from opslot.data.encoder import SampleError
 from opslot.data.multimodal.loading import MediaLoader
 from opslot.data.multimodal.media import Limits
 from opslot.data.multimodal.processor_call import special_tokens_option
@@ -38,6 +40,10 @@ def generate_answers(
         system: content of a system message before the user's turn.
         as_processor: add special tokens as a processor does, see `special_tokens_option`.
         sampling: options of `generate`, such as temperature; default the most likely token at each step.
+
+    Raises:
+        SampleError: a prompt that the chat template rejects.
+        ConfigError: end-of-sequence tokens in generation_config.json that are not ids.
     """
     import torch
 
@@ -51,15 +57,23 @@ def generate_answers(
         if not has_template or chat is False:
             ids = tokenizer(prompt)["input_ids"]
         elif as_tokens:
-            ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+            ids = _rendered(tokenizer, messages, tokenize=True, return_dict=True)["input_ids"]
         else:
-            text = str(tokenizer.apply_chat_template(in_form(messages), add_generation_prompt=True, tokenize=False))
+            text = str(_rendered(tokenizer, in_form(messages), add_generation_prompt=True, tokenize=False))
             special = special_tokens_option(tokenizer, text) if as_processor else {"add_special_tokens": False}
             ids = tokenizer(text, **special)["input_ids"]
         tokens = torch.tensor([ids], device=device)
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         answers.append(_answer(model, tokenizer, inputs, max_new_tokens, sampling))
     return answers
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    # A template may raise anything.
+    except Exception as error:
+        raise SampleError(f"the chat template rejects it: {error}") from error
 
 
 def answer_about_media(
@@ -146,4 +160,10 @@ def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int] | N
     """End-of-sequence tokens of the model's generation config and of the tokenizer."""
     known = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
+    if not all(isinstance(end, int) for end in ends):
+        raise ConfigError(
+            "eos_token_id in generation_config.json is not an id",
+            found=f"eos_token_id={known!r}",
+            hint="set it to an integer or a list of integers",
+        )
     return sorted(ends) or None
