@@ -132,6 +132,24 @@ def test_generate_rejects_damaged_files(model, tmp_path, capsys, file, text, mes
     assert "hint: " in error
 
 
+@pytest.fixture
+def adapter(model, tmp_path):
+    """As PEFT saves it: without a tokenizer."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_generate_with_adapters_takes_the_tokenizer_of_the_base(model, adapter, capsys):
+    options = ["--prompt", "hi", "--max-new-tokens", "2", "--device", "cpu"]
+    assert main(["generate", str(adapter), *options]) == 0
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("option", [("--max-new-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan")])
 def test_generate_rejects_values_out_of_range(option, capsys):
     with pytest.raises(SystemExit, match="2"):

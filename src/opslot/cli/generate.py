@@ -35,7 +35,9 @@ def run(options: argparse.Namespace) -> int:
     model, prompts, media = str(local_model(options.model, weights=False)), options.prompt, options.media or []
     target = usable_device(options.device or best_device().type)
     base = _base_of(model, options.trust_remote_code)
-    tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
+    # PEFT saves adapters without the tokenizer of their base model.
+    has_tokenizer = any((Path(model) / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
+    tokenizer = load_tokenizer(model if has_tokenizer else base, trust_remote_code=options.trust_remote_code)
     _check(options, tokenizer, model)
     config = load_config(base, trust_remote_code=options.trust_remote_code)
     encoder = None
