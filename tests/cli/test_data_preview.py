@@ -150,6 +150,41 @@ def test_generate_with_adapters_takes_the_tokenizer_of_the_base(model, adapter, 
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("adapter_config.json, not JSON", "adapter_config.json is not valid JSON"),
+        ("adapter_config.json, a list", "adapter_config.json is not a config of adapters"),
+        ("adapter_config.json, a base that is no text", "found: base_model_name_or_path is not text"),
+        ("adapter_config.json, an invalid pattern", "cannot be read, or do not fit the model"),
+        ("adapter_model.safetensors, empty", "cannot be read, or do not fit the model"),
+        ("adapter_model.safetensors, a tensor less", "are incomplete\n  found: no values for model.layers.0."),
+    ],
+)
+def test_merge_rejects_damaged_adapters(adapter, tmp_path, capsys, damage, message):
+    from safetensors.torch import load_file, save_file
+
+    config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
+    whole, tensors = json.loads(config.read_text()), load_file(weights)
+    match damage.partition(", ")[2]:
+        case "not JSON":
+            config.write_text("{")
+        case "a list":
+            config.write_text("[]")
+        case "a base that is no text":
+            config.write_text(json.dumps(whole | {"base_model_name_or_path": 3}))
+        case "an invalid pattern":
+            config.write_text(json.dumps(whole | {"target_modules": "("}))
+        case "empty":
+            weights.write_bytes(b"")
+        case "a tensor less":
+            tensors.popitem()
+            save_file(tensors, weights)
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.parametrize("option", [("--max-new-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan")])
 def test_generate_rejects_values_out_of_range(option, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from opslot._base.errors import CheckpointError
 from opslot._base.hub import is_repo_id, local_model
+from opslot._base.logging import get_logger
 from opslot.checkpoint.folder import save_generation_config, staged_folder
 from opslot.checkpoint.initialize import MeshFreeDraws
 from opslot.checkpoint.materialize import materialize
@@ -29,6 +30,8 @@ from opslot.checkpoint.safetensors_file import TensorSpec, write_safetensors
 from opslot.distributed import is_first_rank, on_all_ranks
 from opslot.distributed.dtensors import full_tensor, local_tensor
 from opslot.slots.protocol import trained_model
+
+logger = get_logger(__name__)
 
 ADAPTER = "default"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -183,7 +186,7 @@ def load_adapter(model: Any, folder: str | Path) -> None:
 
     Raises:
         ConfigError: adapters of the hub that cannot be downloaded.
-        CheckpointError: no adapter of PEFT in the folder, or one of another model.
+        CheckpointError: no adapter of PEFT in the folder, an incomplete one, or one of another model.
     """
     folder = local_model(folder)
     file = folder / ADAPTER_WEIGHTS
@@ -198,17 +201,30 @@ def load_adapter(model: Any, folder: str | Path) -> None:
         add_adapter(model, PeftConfig.from_pretrained(str(folder)))
         tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
         result: Any = set_peft_model_state_dict(model, tensors, ADAPTER)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+    # Of PEFT's constructors, and of damaged files.
+    except Exception as error:
         raise CheckpointError(
-            f"the adapters in {str(folder)!r} do not fit the model",
-            found=str(error),
-            hint="give the model that they were trained on",
+            f"the adapters in {str(folder)!r} cannot be read, or do not fit the model",
+            found=str(error) or type(error).__name__,
+            hint="give the model that they were trained on, or copy or download them again",
         ) from error
     if result.unexpected_keys:
         raise CheckpointError(
             f"the adapters in {str(folder)!r} do not fit the model",
             found=f"no module for {result.unexpected_keys[0]} and {len(result.unexpected_keys) - 1} others",
             hint="give the model that they were trained on",
+        )
+    # Beside the weights of the base model.
+    missing = [name for name in result.missing_keys if "lora_" in name or ".modules_to_save." in name]
+    if missing:
+        raise CheckpointError(
+            f"the adapters in {str(folder)!r} are incomplete",
+            found=f"no values for {missing[0]} and {len(missing) - 1} others",
+            hint=f"copy or download {ADAPTER_WEIGHTS} again, with the {ADAPTER_CONFIG} that it was saved with",
+        )
+    if not_finite := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        logger.warning(
+            "%d tensors of %s hold NaN or infinity, e.g. %s; so will the outputs", len(not_finite), file, not_finite[0]
         )
 
 
@@ -285,6 +301,24 @@ def base_folder(adapter_config: Mapping[str, Any], *, weights: bool = True) -> P
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """adapter_config.json of a folder; empty if there is none."""
+    """adapter_config.json of a folder; empty if there is none.
+
+    Raises:
+        CheckpointError: it is not a JSON object, or names a base model by something else than text.
+    """
     file = Path(folder) / ADAPTER_CONFIG
-    return json.loads(file.read_text()) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} is not valid JSON", found=str(error), hint="copy or download it again"
+        ) from error
+    if not isinstance(found, dict) or not isinstance(found.get("base_model_name_or_path"), str | None):
+        raise CheckpointError(
+            f"{file} is not a config of adapters",
+            found="base_model_name_or_path is not text" if isinstance(found, dict) else f"a {type(found).__name__}",
+            hint="copy or download it again",
+        )
+    return found
