@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 
@@ -131,6 +132,11 @@ def test_problem_of_several_architectures_is_printed_once(capsys, tmp_path):
     reported = [line.partition(" on transformers")[0] for line in out.splitlines() if "ForCausalLMLoss on" in line]
     assert reported == ["llama, qwen3 ForCausalLMLoss", "qwen2 ForCausalLMLoss"]
     assert out.endswith(": 2 problems\n")
+
+
+def test_check_without_a_lock_raises(capsys, tmp_path):
+    assert main(["llama", "--check", "--lock", str(tmp_path / "misspelled.lock")]) == 1
+    assert re.search(r"no lock at .*misspelled\.lock\n  hint: .*--fix", capsys.readouterr().err)
 
 
 def test_help_has_examples(capsys):

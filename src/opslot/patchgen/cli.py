@@ -222,6 +222,8 @@ def _check(targets: list[_Target], releases: list[Release], args: argparse.Names
     from opslot.patchgen.lock import Lock, check, lock_path, survey
 
     path = args.lock or lock_path()
+    if args.check and not args.fix and not path.is_file():
+        raise PatchError(f"no lock at {path}", hint="name an existing file, or write it with --fix")
     lock = Lock.load(path)
     found = 0
     for release in releases:
