@@ -102,6 +102,16 @@ def test_experts_under_other_names_get_those_of_the_model(tmp_path, arch) -> Non
         assert_equal_tensors(other, model)
 
 
+def test_square_tensors_are_read_in_the_layout_of_the_others(tmp_path) -> None:
+    """Transformers reads each tensor of Qwen3-VL-MoE by its own shape."""
+    config = tiny_config("qwen3_vl_moe")
+    config.text_config.moe_intermediate_size = config.text_config.hidden_size // 2
+    model, other = random_model(config), random_model(config, noise=0.3)
+    save_weights(model, tmp_path / "a", layout="transposed")
+    assert set(load_weights(other, tmp_path / "a").layouts.values()) == {"transposed"}
+    assert_equal_tensors(other, model)
+
+
 def test_invalid_sources_and_destinations_raise(tmp_path, moe_folder, make_model) -> None:
     with pytest.raises(CheckpointError, match="is not an empty folder"):
         convert_folder(moe_folder, moe_folder, layout="stacked")

@@ -172,9 +172,13 @@ def _with_prefix(name: str, model: Any) -> Iterator[str]:
 
 
 def _is_known(transform: Any) -> bool:
-    """Whether a conversion only stacks experts whose names `ExpertTensorConverter` handles."""
+    """Whether a conversion only stacks or transposes experts whose names `ExpertTensorConverter` handles."""
     target = transform.target_patterns[0].replace("\\", "")
     parent, _, tensor = target.rpartition(".")
+    steps = [(type(op).__name__, getattr(op, "check_dims", False)) for op in getattr(transform, "operations", ())]
+    if steps == [("Transpose", True)]:
+        # Transformers compares shapes of one tensor, and a square one keeps its layout. The others tell it.
+        return is_expert_tensor(target) and list(transform.source_patterns) == list(transform.target_patterns)
     for pattern in transform.source_patterns:
         projection = _projection(transform, pattern, target)
         if projection is None or STACKED_NAME[projection] != tensor:
