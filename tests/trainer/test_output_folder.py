@@ -15,6 +15,7 @@ from opslot._base.errors import ConfigError
 from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks.base import Callback
 from opslot.trainer.callbacks.writers import ExportCallback, read_metrics
+from opslot.trainer.exports import place_export
 from opslot.trainer.output_lock import LOCK_FILE, OutputLock
 
 
@@ -101,6 +102,37 @@ def test_files_of_the_user_in_the_export_are_kept(train, tmp_path):
     assert train("--train.checkpoint.resume_from", "latest", "--train.max_steps", "5")[0] == 0
     assert (hf / "README.md").read_text() == "notes"
     assert (hf / "model.safetensors").stat().st_mtime_ns != stamp
+
+
+@pytest.mark.parametrize(("owner", "call", "left"), [(Path, "rename", None), (shutil, "rmtree", "2")])
+def test_kill_while_an_export_is_replaced(tmp_path, monkeypatch, owner, call, left):
+    """The user's files were in a folder that the next export removed, and hf/ was removed before it was replaced."""
+    hf = tmp_path / "hf"
+    export(tmp_path, 1)
+    (hf / "README.md").write_text("notes")
+    working = getattr(owner, call)
+
+    def kill(path, *rest, **options):
+        if path.name in (".unfinished-hf", ".discarded-hf") and path.exists():
+            raise KeyboardInterrupt
+        return working(path, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, kill)
+        with pytest.raises(KeyboardInterrupt):
+            export(tmp_path, 2)
+    assert (hf / "model.safetensors").read_text() == left if left else not hf.exists()
+    shutil.rmtree(tmp_path / ".unfinished-hf", ignore_errors=True)
+    export(tmp_path, 3)
+    assert {file.name: file.read_text() for file in hf.iterdir()} == {"README.md": "notes", "model.safetensors": "3"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exports.json", "hf"]
+
+
+def export(folder, step):
+    new = folder / ".unfinished-hf"
+    new.mkdir()
+    (new / "model.safetensors").write_text(str(step))
+    place_export(folder, "hf", new, step)
 
 
 def test_export_of_an_earlier_step_is_replaced(train, tmp_path, monkeypatch):

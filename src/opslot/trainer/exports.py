@@ -19,18 +19,29 @@ def exported_step(output_dir: Path, name: str) -> int | None:
 
 
 def place_export(output_dir: Path, name: str, new: Path, step: int) -> None:
-    """Give the folder `new` of the model after `step` the name `name`, with the user's files of the old export."""
-    final, recorded = output_dir / name, _recorded(output_dir)
+    """Give the folder `new` of the model after `step` the name `name`, with the user's files of the old export.
+
+    A kill at any time leaves the old export or the new one, and the user's files, which the next export finds.
+    """
+    final, old, recorded = output_dir / name, output_dir / f".discarded-{name}", _recorded(output_dir)
     # An earlier run may have exported adapters, whose config Transformers would load beside the weights of this one.
     ours = set(recorded[name]["files"]) if name in recorded else set()
     own = sorted(file.name for file in new.iterdir())
-    for old in final.iterdir() if final.is_dir() else ():
-        is_weights = old.name.endswith((".safetensors", ".safetensors.index.json"))
-        if not is_weights and old.name not in ours and not (new / old.name).exists():
-            shutil.move(old, new / old.name)
-    shutil.rmtree(final, ignore_errors=True)
+    if final.is_dir():
+        _discard(old, final, ours)
+        final.rename(old)
     new.rename(final)
+    _discard(old, final, ours)
     write_json(output_dir / EXPORTS_FILE, {**recorded, name: {"step": step, "files": own}})
+
+
+def _discard(old: Path, final: Path, ours: set[str]) -> None:
+    """Remove the export `old`, after its files of the user, neither weights nor in `ours`, are moved to `final`."""
+    for file in old.iterdir() if old.is_dir() else ():
+        is_weights = file.name.endswith((".safetensors", ".safetensors.index.json"))
+        if not is_weights and file.name not in ours and not (final / file.name).exists():
+            shutil.move(file, final / file.name)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _recorded(output_dir: Path) -> dict[str, dict[str, Any]]:
