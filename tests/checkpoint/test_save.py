@@ -192,6 +192,27 @@ def test_parse_size(text: int | str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
+def test_export_leaves_out_padding_of_the_last_call(tmp_path, make_model, tokenizer) -> None:
+    """Processors took its length, none, for audio too: Gemma 4's raised that truncation needs one."""
+    tokenizer.save_pretrained(tmp_path / "source")
+    used, own = (transformers.AutoTokenizer.from_pretrained(tmp_path / "source") for _ in range(2))
+    used.pad_token = used.eos_token
+    used(["a", "abc"], padding=True, truncation=True, max_length=2)
+    export_hf(make_model("qwen3"), tmp_path / "used", processors=[used])
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "used")
+    assert loaded.backend_tokenizer.padding is None
+    assert loaded.backend_tokenizer.truncation is None
+    assert "max_length" not in loaded.init_kwargs
+    # Those of the checkpoint's own tokenizer.json are kept.
+    own.backend_tokenizer.enable_padding(length=8)
+    own.backend_tokenizer.enable_truncation(8)
+    own.backend_tokenizer.save(str(tmp_path / "source" / "tokenizer.json"))
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path / "source")
+    export_hf(make_model("qwen3"), tmp_path / "own", processors=[own])
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "own").backend_tokenizer
+    assert (saved.padding["length"], saved.truncation["max_length"]) == (8, 8)
+
+
 def test_export_saves_processors(tmp_path, make_model) -> None:
     class Tokenizer:
         def save_pretrained(self, folder: Path) -> None:

@@ -299,6 +299,7 @@ def save_processors(processors: Iterable[Any], folder: Path) -> None:
     for processor in processors if is_first_rank() else ():
         if processor is None:
             continue
+        _forget_padding(processor)
         try:
             processor.save_pretrained(folder)
         except Exception as error:  # tokenizers raises nothing narrower on a full disk
@@ -306,6 +307,20 @@ def save_processors(processors: Iterable[Any], folder: Path) -> None:
                 f"{type(processor).__name__} cannot be saved to {str(folder)!r}: {error}",
                 hint="make room there, or save it yourself with save_pretrained; the weights are there",
             ) from error
+
+
+def _forget_padding(processor: Any) -> None:
+    """Remove the padding and truncation of the last call from the tokenizers of `processor`, or from the tokenizer.
+
+    tokenizer.json would have them, and a processor passes those of tokenizer.json to the extractors of its media too.
+    """
+    for part in (processor, *getattr(processor, "__dict__", {}).values()):
+        tokenizer, loaded = getattr(part, "backend_tokenizer", None), getattr(part, "init_kwargs", {})
+        # These entries are of the tokenizer.json that was loaded.
+        if tokenizer is not None and "pad_to_multiple_of" not in loaded:
+            tokenizer.no_padding()
+        if tokenizer is not None and "truncation_strategy" not in loaded:
+            tokenizer.no_truncation()
 
 
 def _require_no_adapters(model: nn.Module) -> None:
