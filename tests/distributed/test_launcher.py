@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from opslot._base import launcher
 
@@ -89,6 +90,28 @@ def test_ranks_exit_when_their_launcher_is_killed(case: str, forks, free_port, t
     finally:
         run.kill()
         kill_ranks(files)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_signal_ends_a_rank_that_waits_for_another(rank: str, forks, free_port, tmp_path: Path) -> None:
+    """torch waited in C++, where Python's handlers do not run, so that torchrun killed the rank after 30 seconds."""
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(
+        "import signal, sys\nfrom pathlib import Path\nfrom opslot.distributed import init_parallel_state\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nPath(sys.argv[1]).touch()\n"
+        "init_parallel_state(device_type='cpu')\n"
+    )
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == "1" else None
+    env = {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    run = forks.start(script, str(tmp_path / "ready"), env=env)
+    try:
+        wait_until((tmp_path / "ready").exists, 90)
+        time.sleep(0.5)
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait(20) == 7
+    finally:
+        run.kill()
+        del store
 
 
 def is_unlocked(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """The meshes, the coordinates of ranks, and invalid sizes."""
 
+import datetime
 import gc
 from pathlib import Path
 
@@ -158,6 +159,14 @@ def test_group_of_one():
     state = init_parallel_state(device_type="cpu", group_of_one=True)
     assert state.fsdp_mesh.size() == 1
     assert state.sp_group is None
+
+
+def test_rank_that_does_not_start_raises(monkeypatch, free_port):
+    environment = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ParallelError, match="1 of 2 ranks have not started within 1 s"):
+        init_parallel_state(device_type="cpu", timeout=datetime.timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from opslot._base.device import usable_device
@@ -34,6 +35,7 @@ from opslot._base.errors import ConfigError, ParallelError
 from opslot._base.launcher import (
     exit_with_launcher,
     launched_by_torchrun,
+    launched_rank,
     launched_with_rendezvous,
     launched_world_size,
 )
@@ -199,7 +201,10 @@ def _join_group(device: torch.device, timeout: datetime.timedelta | None, group_
     if launched_with_rendezvous():
         exit_with_launcher()
         _wait_for_store()
+        # Alive until the group has its own: rank 0 hosts the store without torchrun.
+        store = _wait_for_start(timeout or default_pg_timeout)
         dist.init_process_group(backend, timeout=timeout)
+        del store
     elif group_of_one:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dist.is_initialized()
@@ -229,6 +234,32 @@ def _wait_for_store() -> None:
                     hint="check that the launcher and rank 0 still run, and MASTER_ADDR and MASTER_PORT",
                 ) from error
             time.sleep(0.1)
+
+
+def _wait_for_start(timeout: datetime.timedelta) -> dist.Store:
+    """Wait until all ranks have started; returns a connection to the store.
+
+    In Python: torch waits in C++, where a rank ignores SIGINT and SIGTERM, and torchrun kills it after 30 seconds.
+
+    Raises:
+        ParallelError: some have not started within `timeout`.
+    """
+    world, hosts = launched_world_size(), not launched_by_torchrun() and launched_rank() == 0
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, world, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+    # torchrun restarts ranks with the same store.
+    key = f"opslot/started/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    deadline = time.monotonic() + timeout.total_seconds()
+    started = store.add(key, 1)
+    while started < world:
+        if time.monotonic() > deadline:
+            raise ParallelError(
+                f"{world - started} of {world} ranks have not started within {timeout.total_seconds():.0f} s",
+                hint="check that the launcher started them all, and their output",
+            )
+        time.sleep(0.02)
+        started = store.add(key, 0)
+    return store
 
 
 def _connect_seconds() -> int:
