@@ -2,7 +2,9 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
+import signal
 import threading
 
 import numpy as np
@@ -97,6 +99,21 @@ def test_failed_save_keeps_earlier_checkpoints(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*\n  found: .*No space left"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_full_disk_within_a_file_is_named(tmp_path):
+    """torch's zip writer raised "unexpected pos 704 vs 598" while it handled the error of the disk."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(50, 60) for _ in range(20)))
+    large = snapshot(1, model, torch.optim.AdamW(model.parameters()))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        with pytest.raises(CheckpointError, match=r"step 1 cannot be written .*\n  found: .*File too large"):
+            CheckpointSaver(tmp_path, background=False).save(large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
