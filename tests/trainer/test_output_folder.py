@@ -135,6 +135,20 @@ def export(folder, step):
     place_export(folder, "hf", new, step)
 
 
+def test_export_folder_that_is_a_link(train, tmp_path):
+    """The link could not be replaced by a folder, after the last step."""
+    disk, out = tmp_path / "disk", tmp_path / "out"
+    out.mkdir()
+    (disk / "model").mkdir(parents=True)
+    (out / "hf").symlink_to(disk / "model")
+    assert train()[0] == 0
+    weights = (disk / "model" / "model.safetensors").read_bytes()
+    assert train("--train.checkpoint.resume_from", "latest", "--train.max_steps", "5")[0] == 0
+    assert (out / "hf").is_symlink()
+    assert (out / "hf" / "model.safetensors").read_bytes() != weights
+    assert [path.name for path in disk.iterdir()] == ["model"]
+
+
 def test_export_of_an_earlier_step_is_replaced(train, tmp_path, monkeypatch):
     """A run that was killed between its last checkpoint and its export left hf/ of the run before it."""
     assert train()[0] == 0

@@ -18,12 +18,18 @@ def exported_step(output_dir: Path, name: str) -> int | None:
     return recorded["step"] if recorded is not None and (output_dir / name).is_dir() else None
 
 
+def export_folder(output_dir: Path, name: str) -> Path:
+    """The folder of an export, also where the user made `name` a link to another disk."""
+    return (output_dir / name).resolve()
+
+
 def place_export(output_dir: Path, name: str, new: Path, step: int) -> None:
     """Give the folder `new` of the model after `step` the name `name`, with the user's files of the old export.
 
     A kill at any time leaves the old export or the new one, and the user's files, which the next export finds.
     """
-    final, old, recorded = output_dir / name, output_dir / f".discarded-{name}", _recorded(output_dir)
+    final, recorded = export_folder(output_dir, name), _recorded(output_dir)
+    old = final.with_name(f".discarded-{final.name}")
     # An earlier run may have exported adapters, whose config Transformers would load beside the weights of this one.
     ours = set(recorded[name]["files"]) if name in recorded else set()
     own = sorted(file.name for file in new.iterdir())

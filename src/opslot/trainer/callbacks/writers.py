@@ -15,7 +15,7 @@ from typing import IO, Any
 from opslot._base.files import write_text
 from opslot.distributed import is_first_rank, on_first_rank
 from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
-from opslot.trainer.exports import exported_step, place_export
+from opslot.trainer.exports import export_folder, exported_step, place_export
 from opslot.trainer.prompts import PromptValue, prompt_of
 
 METRICS_FILE = "metrics.jsonl"
@@ -258,7 +258,8 @@ def _has_export(trainer: Trainer) -> bool:
 
 def _export(trainer: Trainer, name: str) -> None:
     """Write the model to a folder of the run; every rank calls it."""
-    unfinished = trainer.output_dir / f".unfinished-{name}"
+    folder = export_folder(trainer.output_dir, name)
+    unfinished = folder.with_name(f".unfinished-{folder.name}")
     if is_first_rank():
         shutil.rmtree(unfinished, ignore_errors=True)
     trainer.export(unfinished)
