@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import opslot
+from opslot._base.errors import ConfigError
 from opslot.checkpoint.adapters import add_adapter, load_adapter, save_adapter
 from opslot.distributed import ParallelState
 from opslot.models import build_foundation_model
@@ -206,3 +207,20 @@ def test_adapters_of_an_omni_model_are_read_again(tmp_path):
     assert sum("experts" in name for name in found) == 8
     for name, parameter in expected.items():
         assert torch.equal(found[name], parameter), name
+
+
+def test_adapters_whose_own_names_are_renamed(tmp_path):
+    """Transformers' renaming of Inkling 2's convolutions adds ".weight", also to the names of adapters."""
+    try:
+        config = tiny_config("inkling2")
+    except ConfigError:
+        pytest.skip("Transformers has no Inkling 2")
+    model, other = (AutoModelForImageTextToText.from_config(config) for _ in range(2))
+    if not any(name.endswith("sconv.weight_proj") for name, _ in model.named_modules()):
+        pytest.skip("its convolutions have other names")
+    add_adapter(model, LoraConfig(r=2, target_modules=["weight_proj", "q_proj.linear"], init_lora_weights=False))
+    save_adapter(model, tmp_path / "adapter")
+    load_adapter(other, tmp_path / "adapter")
+    adapters = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+    for name, tensor in adapters.items():
+        torch.testing.assert_close(other.state_dict()[name], tensor, rtol=0, atol=0)

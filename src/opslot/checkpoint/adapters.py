@@ -10,6 +10,7 @@ import contextlib
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -208,7 +209,7 @@ def load_adapter(model: Any, folder: str | Path) -> None:
             found=str(error) or type(error).__name__,
             hint="give the model that they were trained on, or copy or download them again",
         ) from error
-    if result.unexpected_keys:
+    if result.unexpected_keys and not _load_by_own_names(model, tensors):
         raise CheckpointError(
             f"the adapters in {str(folder)!r} do not fit the model",
             found=f"no module for {result.unexpected_keys[0]} and {len(result.unexpected_keys) - 1} others",
@@ -226,6 +227,20 @@ def load_adapter(model: Any, folder: str | Path) -> None:
         logger.warning(
             "%d tensors of %s hold NaN or infinity, e.g. %s; so will the outputs", len(not_finite), file, not_finite[0]
         )
+
+
+def _load_by_own_names(model: Any, tensors: Mapping[str, Tensor]) -> bool:
+    """Load adapters whose names are all those of the model's own modules; returns whether they are.
+
+    PEFT renames them as the weights of a checkpoint, and some renamings match the model's own names too (Inkling 2).
+    """
+    named = {
+        re.sub(r"(\.lora_(?:embedding_)?[AB])\b", rf"\1.{ADAPTER}", name): value for name, value in tensors.items()
+    }
+    if named.keys() - model.state_dict().keys():
+        return False
+    model.load_state_dict(named, strict=False)
+    return True
 
 
 def save_adapter(model: Any, folder: str | Path) -> Path:
