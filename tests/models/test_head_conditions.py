@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.loss.loss_utils import LOSS_MAPPING
@@ -153,3 +154,18 @@ def test_loss_of_the_class_is_the_one_of_the_model(arch):
     model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
     opslot.apply(model, "eager")
     assert model.loss_function.__name__ == getattr(type(model), LOSS_FUNCTION)
+
+
+@pytest.mark.parametrize("ops", ["eager", "auto", FUSED], ids=["eager", "auto", "fused"])
+def test_spectral_norm_iterates_once_per_step(ops):
+    model = model_of()
+    for linear in (model.lm_head, model.model.layers[0].mlp.gate_proj):
+        spectral_norm(linear)
+    model.train()
+    bound = copy.deepcopy(model)
+    opslot.apply(bound, ops)
+    ids = random_ids(model.config)
+    (loss, gradients), (wanted, wanted_gradients) = (loss_and_gradients(m, ids, ids) for m in (bound, model))
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(dict(bound.named_buffers()), dict(model.named_buffers()))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, list_problems
+from opslot._base.parametrizations import without_updates
 from opslot._base.wrapper_tensors import wrapper_class
 from opslot.slots.config import OpsImplementationConfig
 from opslot.slots.op import OpSpec
@@ -174,7 +175,13 @@ def resolve(
     dtype: torch.dtype | None = None,
 ) -> Binding:
     """Select the kernel of every slot of `model` without changing it. Arguments and errors are those of `bind`."""
-    config = OpsImplementationConfig.make(ops)
+    with without_updates(model):
+        return _resolve(model, OpsImplementationConfig.make(ops), device, dtype)
+
+
+def _resolve(
+    model: Any, config: OpsImplementationConfig, device: torch.device | str | None, dtype: torch.dtype | None
+) -> Binding:
     facts, default_dtype = _placement(model, device, dtype)
     problems: list[_Problem] = []
     slots: list[SlotBinding] = []

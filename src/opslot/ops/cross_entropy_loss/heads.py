@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.loss import loss_utils
 
 from opslot._base.errors import KernelError
@@ -46,7 +47,8 @@ def _head_problem(kernel: BoundKernel, model: Any, head: Any, around: tuple[Any,
             return "the output head is bound by linear_implementation, which only batch_invariant computes too"
     elif type(linear).forward is not nn.Linear.forward or "forward" in linear.__dict__:
         return f"the output head is a {type(head).__name__}, whose forward is more than a linear layer's"
-    if (stored := wrapper_class(linear.weight)) is not None:
+    # A parametrized weight is computed each time it is read, and spectral norm updates its buffers with it.
+    if not is_parametrized(linear, "weight") and (stored := wrapper_class(linear.weight)) is not None:
         return f"the output head's weight is stored as {stored}"
     if any("forward" in module.__dict__ for module in around):
         return "the forward of a module around the output head was replaced"
