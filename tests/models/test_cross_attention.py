@@ -21,6 +21,7 @@ from opslot.slots import KERNEL_REGISTRY, binding_of
 from opslot.slots.protocol import padding_read_outside, reads_padding
 from opslot.verify.random_model import random_model, worst_difference
 from opslot.verify.tiny import tiny_config
+from opslot.verify.tiny_sizes import TEXT_VOCABULARY
 from tests.models.tiny import with_noise
 from tests.own_code import heads_robin
 
@@ -358,6 +359,21 @@ def test_projected_first_position_reads_padding(side):
     opslot.apply(model, {"attn_implementation": "sdpa"})
     found, expected = (x(**batch).pooler_output for x in (model, original))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_first_position_of_an_encoder_of_another_architecture_reads_padding(side):
+    """ModernVBERT's classifier reads the first position of its ModernBERT."""
+    torch.manual_seed(0)
+    config = tiny_config("modernvbert")
+    config.classifier_pooling = "cls"
+    original = with_noise(transformers.ModernVBertForSequenceClassification(config)).eval()
+    ids = torch.randint(3, TEXT_VOCABULARY, (3, SOURCE), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": padding(side)}
+    model = copy.deepcopy(original)
+    opslot.apply(model, {"attn_implementation": "sdpa"})
+    torch.testing.assert_close(model(**batch).logits, original(**batch).logits, rtol=1e-4, atol=1e-5)
 
 
 def compiled_batch(name, device="cpu"):

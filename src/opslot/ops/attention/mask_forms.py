@@ -50,9 +50,10 @@ def find_readers_of_padding(module: ModuleView) -> Iterator[ClassFact]:
     frames, whose loss is of all positions, and convolutions of what attention returned."""
     masks_padding = module.called_by_methods("create_bidirectional_mask")
     around = _is_around_models(module)
-    first, last_or_all = (_ANY_FIRST, _ANY_LAST_OR_ALL) if around else (_FIRST, _LAST_OR_ALL)
+    own = around and module.upstream.own is not None
+    first, last_or_all = (_ANY_FIRST, _ANY_LAST_OR_ALL) if own else (_FIRST, _LAST_OR_ALL)
     for name in module.classes if masks_padding or around else ():
-        methods = [m for m in module.own_methods(name) if m != "__init__" and (around or _MAY_POOL.fullmatch(m))]
+        methods = [m for m in module.own_methods(name) if m != "__init__" and (own or _MAY_POOL.fullmatch(m))]
         text = "\n".join(module.text(f"{name}.{method}") for method in methods)
         if last_or_all.search(text):
             yield ClassFact(name, READS_PADDING, ALL_PADDING)
@@ -67,8 +68,8 @@ def find_readers_of_padding(module: ModuleView) -> Iterator[ClassFact]:
 
 
 def _is_around_models(module: ModuleView) -> bool:
-    """Whether a module outside Transformers may have heads of other modules' encoders: it makes no masks itself."""
-    return module.upstream.own is not None and not re.search(r"\bcreate_\w*mask\w*\(", module.upstream.text)
+    """Whether a module may have heads of other modules' encoders, as ModernVBERT's has: it makes no masks itself."""
+    return not re.search(r"\bcreate_\w*mask\w*\(", module.upstream.text)
 
 
 def find_masks_of_one_implementation(module: ModuleView) -> Iterator[Skip | ClassFact]:
