@@ -62,3 +62,8 @@ def test_another_number_of_layers_keeps_what_is_not_by_layer():
         "per_layer_config": {"0": {"heads": 1}},
         "intermediate_sizes_by_layer": [8],
     }
+
+
+def test_config_of_an_encoder_without_a_vocabulary(tmp_path):
+    AutoConfig.for_model("vit").save_pretrained(tmp_path)
+    assert "vocab_size" not in read_model(str(tmp_path))

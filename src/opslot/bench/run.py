@@ -272,7 +272,10 @@ def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
         data |= with_layers(data, layers)
     # Filled in, so that every implementation reads the same sizes whatever its release's defaults are.
     if "vocab_size" not in data and not takes_images(data):
-        data["vocab_size"] = AutoConfig.for_model(data["model_type"]).vocab_size
+        default = AutoConfig.for_model(data["model_type"])
+        # Encoders of images and audio have none.
+        if hasattr(default, "vocab_size"):
+            data["vocab_size"] = default.vocab_size
     return data
 
 
