@@ -33,6 +33,7 @@ class Toy(nn.Module):
         self.embed = nn.Embedding(7, 6, padding_idx=5)
         self.experts = Experts()
         self.norm = nn.RMSNorm(7)
+        self.batch_norm = nn.BatchNorm1d(4)
         self.decay = nn.Parameter(torch.empty(5))
         self.slopes = nn.Parameter(torch.empty(3, 2))
         self.head = nn.Linear(6, 7, bias=False)
@@ -129,6 +130,10 @@ def test_initialization_follows_the_model() -> None:
     assert not torch.equal(experts[0, :512], experts[0, 512:])
     assert 0 <= model.decay.min() < model.decay.max() <= 2.78
     assert torch.equal(model.frequencies, torch.arange(3.0))
+    # `_init_weights` does not know it.
+    assert torch.equal(model.batch_norm.weight, torch.ones(4))
+    assert torch.equal(model.batch_norm.running_var, torch.ones(4))
+    assert model.batch_norm.num_batches_tracked == 0
 
 
 def test_initialization_depends_only_on_the_seed() -> None:

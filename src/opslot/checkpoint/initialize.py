@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,42 +76,40 @@ def initialize(
     """Initialize `names`, which are not in the checkpoint, and `meta_buffers`, which had no memory.
 
     Uses the `_init_weights(module)` of the nearest model around a module, else the module's `reset_parameters`; only on
-    modules that own such tensors and, where some are left, on modules around those, unless `every_module`. What these
-    leave gets the values of the model's constructors. Other tensors of the same modules may change: call it before
-    weights are written.
+    modules that own such tensors and, where some are left, on modules around those, unless `every_module`. What
+    `_init_weights` leaves, `reset_parameters` sets, or it has the values of the model's constructors. Other tensors of
+    the same modules may change: call it before weights are written.
 
     Raises:
-        CheckpointError: tensors that neither sets.
+        CheckpointError: tensors that nothing sets.
     """
     wanted = {*names, *meta_buffers}
     if not wanted:
         return
-    owners = [(module, init, own) for _, module, init, own in _modules(model) if wanted.intersection(own)]
-    devices = {tensor.device for *_, own in owners for tensor in own.values() if tensor.device.type == "cuda"}
+    places = list(_places(model))
+    owners = [place for place in places if wanted.intersection(place.tensors)]
+    devices = {tensor.device for place in owners for tensor in place.tensors.values() if tensor.device.type == "cuda"}
     draws = MeshFreeDraws(torch.initial_seed() if seed is None else seed)
     with torch.no_grad(), torch.random.fork_rng(sorted(devices, key=str)):
-        for *_, own in owners:
-            for name in wanted.intersection(own):
-                _spoil(own[name])
-        first: dict[int, tuple[str, nn.Module, Any]] = {}
-        for path, module, init, own in _modules(model):
-            if every_module or wanted.intersection(own):
-                draws.run(path, module, init)
-                for tensor in own.values():
-                    before = first.setdefault(id(tensor), (path, module, init))
-                    if before[1] is not module:
-                        # Transformers ties after drawing, so a head has the values of the embedding.
-                        draws.run(*before)
+        for place in owners:
+            for name in wanted.intersection(place.tensors):
+                _spoil(place.tensors[name])
+        _draw(draws, places if every_module else owners)
         if not every_module and (left := _left(owners, wanted)):
             # A model's function may set what modules below hold, as Falcon-H1's does.
-            for path, module, init, own in _modules(model):
-                if not wanted.intersection(own) and any(name.startswith(f"{path}." if path else "") for name in left):
-                    draws.run(path, module, init)
+            for place in places:
+                prefix = f"{place.path}." if place.path else ""
+                if not wanted.intersection(place.tensors) and any(name.startswith(prefix) for name in left):
+                    draws.run(place.path, place.module, place.init)
+        for place in owners:
+            # Layers of torch that a model's function does not know, such as those of timm's encoders.
+            if _left([place], wanted):
+                draws.run(place.path, place.module, None)
         if left := _left(owners, wanted):
             values = constructor_values(model, left)
-            for *_, own in owners:
-                for name in values.keys() & own.keys():
-                    local_tensor(own[name]).copy_(values[name][local_ranges(own[name])])
+            for tensors in (place.tensors for place in owners):
+                for name in values.keys() & tensors.keys():
+                    local_tensor(tensors[name]).copy_(values[name][local_ranges(tensors[name])])
     if left := _left(owners, wanted):
         raise CheckpointError(
             list_problems(
@@ -122,9 +120,30 @@ def initialize(
         )
 
 
-def _left(owners: Sequence[tuple[nn.Module, Any, dict[str, Tensor]]], wanted: Collection[str]) -> list[str]:
+class _Place(NamedTuple):
+    """A module, the function of the nearest model that initializes it, and its own tensors by their FQNs."""
+
+    path: str
+    module: nn.Module
+    init: Callable[[nn.Module], Any] | None
+    tensors: dict[str, Tensor]
+
+
+def _draw(draws: MeshFreeDraws, places: Iterable[_Place]) -> None:
+    """Initialize modules. A tied tensor has the values of the first one: Transformers ties a head after drawing it."""
+    first: dict[int, _Place] = {}
+    for place in places:
+        draws.run(place.path, place.module, place.init)
+        for tensor in place.tensors.values():
+            drawn_before = first.setdefault(id(tensor), place)
+            if drawn_before is not place:
+                draws.run(drawn_before.path, drawn_before.module, drawn_before.init)
+
+
+def _left(owners: Iterable[_Place], wanted: Collection[str]) -> list[str]:
     """Names of `wanted` that have no values yet."""
-    return [name for *_, own in owners for name in own if name in wanted and _is_spoiled(own[name])]
+    named = itertools.chain.from_iterable(place.tensors.items() for place in owners)
+    return [name for name, tensor in named if name in wanted and _is_spoiled(tensor)]
 
 
 class _NeedsWhole(Exception):
@@ -232,20 +251,17 @@ def _whole(parameter: DTensor) -> nn.Parameter:
     return whole
 
 
-def _modules(
-    model: nn.Module, path: str = "", init: Callable[[nn.Module], Any] | None = None
-) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], Any] | None, dict[str, Tensor]]]:
-    """Every module, those inside first: path, module, the function of the nearest model that initializes it, and its
-    own tensors by their FQNs."""
+def _places(model: nn.Module, path: str = "", init: Callable[[nn.Module], Any] | None = None) -> Iterator[_Place]:
+    """Every module, those inside first."""
     own_init: Any = getattr(model, "_init_weights", None)
     # Modules of MiniCPM-V have a method of this name that takes no module.
     if own_init is not None and method_parameters(type(model), "_init_weights"):
         init = own_init
     for key, child in model.named_children():
-        yield from _modules(child, f"{path}.{key}" if path else key, init)
+        yield from _places(child, f"{path}.{key}" if path else key, init)
     own = {**model._parameters, **model._buffers}
     named = {clean_fqn(f"{path}.{key}" if path else key): t for key, t in own.items() if t is not None}
-    yield clean_fqn(path), model, init, named
+    yield _Place(clean_fqn(path), model, init, named)
 
 
 def _marker(dtype: torch.dtype) -> float | int | None:
