@@ -220,9 +220,9 @@ def test_method_of_another_kind_is_not_called() -> None:
     assert 0 < model.get_parameter("0.linear.weight").abs().max() <= 3**-0.5
 
 
-@pytest.mark.parametrize("arch", ["apertus", "youtu"])
+@pytest.mark.parametrize("arch", ["apertus", "modernbert-decoder", "youtu"])
 def test_values_on_meta_are_those_of_transformers(arch: str) -> None:
-    """xIELU's parameters, which only constructors compute, and embeddings tied to a head that draws smaller values."""
+    """xIELU's parameters, which only constructors compute, and embeddings tied to heads that have other values."""
     config = tiny_config(arch)
     config.tie_word_embeddings = True
     expected = values(class_of(config)._from_config(config))

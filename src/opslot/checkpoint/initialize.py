@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,9 +47,10 @@ def initialize_weights(model: nn.Module, seed: int | None = None, *, device: tor
     """Initialize all of `model`, as Transformers' `_init_weights` does.
 
     The values depend on the seed, on names and shapes, and on the kind of device that draws them, not on how the model
-    is sharded: any mesh starts from the same model. A rank draws and holds only its shards, and blocks of a million
-    numbers; of a parameter whose initialization is more than elementwise (an embedding with a padding row,
-    trunc_normal_'s rejections), the whole for a moment. torch's generators stay as they are.
+    is sharded: any mesh starts from the same model. A rank draws and holds only its shards, those of tied parameters
+    twice for a moment, and blocks of a million numbers; of a parameter whose initialization is more than elementwise
+    (an embedding with a padding row, trunc_normal_'s rejections), the whole for a moment. torch's generators stay as
+    they are.
 
     Args:
         model: on any device or on meta, then it receives memory; sharded (DTensor) or not, tied or not.
@@ -90,11 +92,12 @@ def initialize(
     owners = [place for place in places if wanted.intersection(place.tensors)]
     devices = {tensor.device for place in owners for tensor in place.tensors.values() if tensor.device.type == "cuda"}
     draws = MeshFreeDraws(torch.initial_seed() if seed is None else seed)
-    with torch.no_grad(), torch.random.fork_rng(sorted(devices, key=str)):
+    with torch.no_grad(), torch.random.fork_rng(sorted(devices, key=str)), _untied(places):
         for place in owners:
             for name in wanted.intersection(place.tensors):
                 _spoil(place.tensors[name])
-        _draw(draws, places if every_module else owners)
+        for place in places if every_module else owners:
+            draws.run(place.path, place.module, place.init)
         if not every_module and (left := _left(owners, wanted)):
             # A model's function may set what modules below hold, as Falcon-H1's does.
             for place in places:
@@ -129,15 +132,22 @@ class _Place(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def _draw(draws: MeshFreeDraws, places: Iterable[_Place]) -> None:
-    """Initialize modules. A tied tensor has the values of the first one: Transformers ties a head after drawing it."""
-    first: dict[int, _Place] = {}
-    for place in places:
-        draws.run(place.path, place.module, place.init)
-        for tensor in place.tensors.values():
-            drawn_before = first.setdefault(id(tensor), place)
-            if drawn_before is not place:
-                draws.run(drawn_before.path, drawn_before.module, drawn_before.init)
+@contextmanager
+def _untied(places: Iterable[_Place]) -> Iterator[None]:
+    """Context in which tied parameters but the first have memory of their own: Transformers ties them after drawing."""
+    tied: list[tuple[nn.Module, str, nn.Parameter]] = []
+    seen: set[int] = set()
+    for module in (place.module for place in places):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in seen:
+                tied.append((module, key, parameter))
+                module._parameters[key] = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            seen.add(id(parameter))
+    try:
+        yield
+    finally:
+        for module, key, parameter in tied:
+            module._parameters[key] = parameter
 
 
 def _left(owners: Iterable[_Place], wanted: Collection[str]) -> list[str]:
