@@ -15,6 +15,7 @@ from opslot._base.errors import ConfigError
 from opslot.models.flop_modules import AttentionShape
 from opslot.models.flops import FlopCounter, audio_lengths, document_lengths, image_lengths, visible_pairs
 from opslot.trainer.processors import multimodal_class
+from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 from tests import omni
 
@@ -39,7 +40,8 @@ def make(model_type, device="cpu", **fields):
 
 def measured(model, length):
     """FLOPs of a step as torch counts them: eager attention computes every pair of tokens."""
-    tokens = torch.randint(0, VOCABULARY, (1, length))
+    # Beyond special tokens, such as placeholders of images.
+    tokens = torch.randint(32, VOCABULARY, (1, length))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     return counter.get_total_flops()
@@ -103,9 +105,20 @@ def test_hybrid_model_equals_hand_count(applied):
     assert count.uncounted == ()
 
 
-def test_dense_model_equals_torch_counter():
-    model = make("qwen3")
+@pytest.mark.parametrize("name", ["gpt2", "janus", "qwen3"])
+def test_text_equals_torch_counter(name):
+    """Also with layers that are Conv1D, and beside a projector and a generator of images in a model with embeddings."""
+    model = random_model(tiny_config(name))
+    model.set_attn_implementation("eager")
     assert with_every_pair(opslot.count_flops(model, [16]), 16) == measured(model, 16)
+
+
+def test_embeddings_of_patches_without_an_encoder_are_not_of_the_text():
+    model = random_model(tiny_config("fuyu"))
+    embedding = model.model.vision_embed_tokens
+    count = opslot.count_flops(model, [16], patches=[5])
+    text = opslot.count_flops(model, [16])
+    assert count.forward - text.forward == 5 * 2 * embedding.in_features * embedding.out_features
 
 
 def test_moe_model_equals_torch_counter():

@@ -6,21 +6,20 @@ import ast
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from opslot._base.source import forward_source
-from opslot.models._multimodal.audio import AUDIO_CONFIGS, METHOD
+from opslot.models._multimodal.audio import METHOD
 from opslot.models.flop_audio import AudioEncoder, read_audio_encoder
 from opslot.models.flop_measured import MeasuredAudioEncoder, measure_audio_encoder
+from opslot.models.flop_streams import FRAMES, PATCHES, TOKENS, is_model, parent_of, parents_of, streams_of
 from opslot.ops._common.model_config import layer_config
 from opslot.ops.attention.options import head_widths, option_value
 from opslot.slots.protocol import attention_options
 
-TOKENS, PATCHES, FRAMES = "", "image", "audio"
 _CONVOLUTION = nn.modules.conv._ConvNd
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "num_q_heads")
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
@@ -73,7 +72,7 @@ class ModuleReader:
         self.attention: list[AttentionFlops] = []
         self.uncounted: list[Uncounted] = []
         output = getattr(model, "get_output_embeddings", lambda: None)()
-        self.streams = dict(_streams(self.modules, output))
+        self.streams = dict(streams_of(self.modules, output))
         self.audio_path, self.audio = self._audio_encoder()
         if self.audio is None:
             self.streams = {path: None if stream == FRAMES else stream for path, stream in self.streams.items()}
@@ -97,7 +96,7 @@ class ModuleReader:
             if path.startswith(skipped) and skipped:
                 continue
             if stream is None:
-                if self.streams.get(_parent(path), TOKENS) is not None:
+                if self.streams.get(parent_of(path), TOKENS) is not None:
                     runs = any(hasattr(m, METHOD) for m in self.modules.values())
                     reason = "whose encoder does not run without values" if runs else f"of a model without {METHOD}"
                     self.uncounted.append(Uncounted(path, f"audio {reason}"))
@@ -116,8 +115,8 @@ class ModuleReader:
         """The encoder and what follows it, such as a projector that is a model with the config of the whole."""
         leaves = [path for path, module in self.modules.items() if isinstance(module, nn.Linear | _CONVOLUTION)]
         inside = {path for path in leaves if audio.rows_of(path.rsplit(".", 2)[0] if _adapter_of(path) else path)}
-        others = {parent for path in leaves if path not in inside for parent in _parents(path)}
-        return (inside | {parent for path in inside for parent in _parents(path)}) - others
+        others = {parent for path in leaves if path not in inside for parent in parents_of(path)}
+        return (inside | {parent for path in inside for parent in parents_of(path)}) - others
 
     def _add_measured(self, audio: MeasuredAudioEncoder) -> None:
         """What an encoder computes beside its linear layers and convolutions: attention."""
@@ -134,7 +133,7 @@ class ModuleReader:
     def _audio_encoder(self) -> tuple[str, AudioEncoder | MeasuredAudioEncoder | None]:
         """The path of the audio encoder and its rows; those of a second one would need frames of their own."""
         for path, module in self.modules.items():
-            if self.streams[path] == FRAMES and _is_model(module):
+            if self.streams[path] == FRAMES and is_model(module):
                 return path, read_audio_encoder(module) or measure_audio_encoder(self.modules, path)
         return "", None
 
@@ -144,16 +143,18 @@ class ModuleReader:
         if self.audio is None:
             return paths
         before = {f"{self.audio_path}.{path}" for path in self.audio.positions}
-        around = {parent for path in before for parent in _parents(path)}
+        around = {parent for path in before for parent in parents_of(path)}
         start = paths.index(self.audio_path) + 1
         # With the modules around them and those inside, such as adapters.
         first = [
-            path for path in paths[start:] if path in before or path in around or not before.isdisjoint(_parents(path))
+            path
+            for path in paths[start:]
+            if path in before or path in around or not before.isdisjoint(parents_of(path))
         ]
         return [*paths[:start], *first, *(path for path in paths[start:] if path not in first)]
 
     def _input_differentiable(self, path: str) -> bool:
-        parent, name = _parent(path), path.rpartition(".")[2]
+        parent, name = parent_of(path), path.rpartition(".")[2]
         if path and (name == "base_layer" or name in _reads_input(self.modules[parent].__class__)):
             return self.differentiable[parent]
         if _adapter_of(path) == "lora_A":
@@ -171,7 +172,8 @@ class ModuleReader:
             self._add_matmul(path, stream, own["weight"].numel(), own, part="convolution")
         elif "expert" in f"{path} {type(module).__name__}".lower() and _stacked_shapes(module):
             self._read_experts(path, module, stream, own)
-        elif {n for n, p in own.items() if p.ndim == 2} == {"weight"} and "linear" in _names_used(module):
+        # addmm: the linear layers of GPT-2.
+        elif {n for n, p in own.items() if p.ndim == 2} == {"weight"} and _names_used(module) & {"linear", "addmm"}:
             self._add_matmul(path, stream, own["weight"].numel(), own)
         elif "gated_delta_rule" in " ".join(_names_used(module)):
             sizes = ("num_v_heads", "head_k_dim", "head_v_dim")
@@ -226,7 +228,7 @@ class ModuleReader:
 
     def _expert_list(self, path: str) -> str | None:
         """The ModuleList of experts that a module is in."""
-        parents = list(_parents(path))
+        parents = list(parents_of(path))
         return next(
             (p for p in parents if p.endswith("experts") and isinstance(self.modules[p], nn.ModuleList)),
             None,
@@ -234,7 +236,7 @@ class ModuleReader:
 
     def _merged(self, path: str) -> float:
         """1 / (patches that one row holds): outside of the tower's blocks, where features are concatenated."""
-        blocks = [self.modules[p] for p in _parents(path) if p.rpartition(".")[2].isdigit()]
+        blocks = [self.modules[p] for p in parents_of(path) if p.rpartition(".")[2].isdigit()]
         if any(_is_attention(module) for block in blocks for module in block.modules()):
             return 1.0
         features = _first_features(self.modules[_outermost(path, self.modules)])
@@ -257,7 +259,7 @@ class ModuleReader:
             return "shared experts"
         if self._expert_list(path) is not None:
             return "experts"
-        parent = self.modules[_parent(path)]
+        parent = self.modules[parent_of(path)]
         return "router" if path and "experts" in dict(parent.named_children()) else "linear"
 
     def _read_experts(self, path: str, module: nn.Module, stream: str, own: dict[str, Any]) -> None:
@@ -324,68 +326,6 @@ class ModuleReader:
             self.uncounted.append(Uncounted(path, f"{kind} does not use Transformers' attention interface"))
 
 
-def _streams(modules: dict[str, Any], output: Any) -> Iterator[tuple[str, str | None]]:
-    """By module: TOKENS, PATCHES, FRAMES, or None for a tower of another kind.
-
-    A tower is a model inside another whose config is of another class than the text's. What a model with a tower holds
-    besides its models and the output layer is a projector, and belongs to the patches, or to the frames where the
-    model has no patches or the name has "audio". A module beside the text's layers that holds towers of one kind has
-    their projector.
-    """
-    models = {path: module for path, module in modules.items() if _is_model(module)}
-    towers = {path: kind for path, module in models.items() if (kind := _tower(path, module, models)) != TOKENS}
-    for path, module in modules.items():
-        around = [path, *_parents(path)]
-        tower = next((towers[p] for p in around if p in towers), TOKENS)
-        owner = next((p for p in around if p in models), None)
-        inside = {kind for t, kind in towers.items() if t != owner and t.startswith(f"{owner}." if owner else "")}
-        projects = (
-            tower == TOKENS
-            and owner not in (None, path)
-            and module is not output
-            and inside
-            and not any(isinstance(child, nn.Embedding) for child in models[owner].children())
-        )
-        audio = FRAMES in inside and (PATCHES not in inside or "audio" in path.lower())
-        if projects:
-            tower = FRAMES if audio else PATCHES
-        elif tower == TOKENS:
-            inner = around if owner is None else around[: around.index(owner)]
-            tower = _beside_towers(inner, models, towers)
-        yield path, tower
-
-
-def _beside_towers(paths: Sequence[str], models: dict[str, Any], towers: dict[str, str | None]) -> str | None:
-    """The kind of the towers in the innermost module around the first of `paths` that holds models; TOKENS for several
-    kinds, or models of the text."""
-    held = ([model for model in models if model.startswith(f"{path}.")] for path in paths)
-    holder, inside = next(((number, found) for number, found in enumerate(held) if found), (0, []))
-    kinds = {next((towers[p] for p in (model, *_parents(model)) if p in towers), TOKENS) for model in inside}
-    return kinds.pop() if holder > 0 and len(kinds) == 1 else TOKENS
-
-
-def _is_model(module: Any) -> bool:
-    return hasattr(module, "get_input_embeddings") and hasattr(module.__dict__.get("config"), "get_text_config")
-
-
-def _tower(path: str, module: Any, models: dict[str, Any]) -> str | None:
-    root = next((models[p] for p in [*_parents(path)][::-1] if p in models), module)
-    text = {type(root.config.get_text_config()), type(root.config)}
-    inside = (models[p] for p in models if p.startswith(f"{path}." if path else "") and p != path)
-    if type(module.config) in text or any(type(m.config) in text for m in inside):
-        return TOKENS
-    configs = (getattr(m.config, name, None) for m in models.values() if hasattr(m, METHOD) for name in AUDIO_CONFIGS)
-    if type(module.config) in map(type, configs):
-        return FRAMES
-    modalities = (
-        module.input_modalities if isinstance(module.input_modalities, str) else " ".join(module.input_modalities)
-    )
-    audio = "audio" in f"{modalities if 'text' not in modalities else ''} {type(module.config).__name__}".lower()
-    if audio:
-        return FRAMES
-    return PATCHES
-
-
 def _is_attention(module: Any) -> bool:
     return attention_options(module) is not None or "ALL_ATTENTION_FUNCTIONS" in _names_used(module)
 
@@ -406,7 +346,7 @@ def _shape(module: Any, config: Any) -> AttentionShape:
 
 def _top_k(modules: dict[str, Any], path: str) -> int | None:
     """Experts per token, from the experts, the modules around them, or the config."""
-    parents = [modules[parent] for parent in _parents(path)]
+    parents = [modules[parent] for parent in parents_of(path)]
     near = [modules[path], *parents[:2], *(child for parent in parents[:2] for child in parent.children())]
     configs = [config for parent in parents if (config := getattr(parent, "config", None)) is not None]
     text = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
@@ -417,7 +357,7 @@ def _top_k(modules: dict[str, Any], path: str) -> int | None:
 def _outermost(path: str, modules: dict[str, Any]) -> str:
     """The outermost module around `path` that is neither a model nor a list: the whole of a merger or projector."""
     found = path
-    for parent in _parents(path):
+    for parent in parents_of(path):
         if isinstance(modules[parent], nn.ModuleList) or hasattr(modules[parent], "get_input_embeddings"):
             break
         found = parent
@@ -442,25 +382,14 @@ def _adapter_of(path: str) -> str:
 
 def _is_inactive(path: str, modules: dict[str, Any]) -> bool:
     """Whether PEFT does not run a module: an adapter that is not active, or the original of a trained copy."""
-    parent, name = _parent(path), path.rpartition(".")[2]
+    parent, name = parent_of(path), path.rpartition(".")[2]
     if name == "original_module" and "modules_to_save" in dict(modules[parent].named_children()):
         return True
-    for holder in (parent, _parent(parent)):
+    for holder in (parent, parent_of(parent)):
         active = getattr(modules[holder], "active_adapters", None)
-        if isinstance(active, list) and _parent(path) != holder and holder and parent.startswith(f"{holder}."):
+        if isinstance(active, list) and parent_of(path) != holder and holder and parent.startswith(f"{holder}."):
             return isinstance(modules[parent], nn.ModuleDict) and name not in active
     return False
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _parents(path: str) -> Iterator[str]:
-    """The modules around a module, the innermost first."""
-    while path:
-        path = _parent(path)
-        yield path
 
 
 def _names_used(module: Any) -> frozenset[str]:
