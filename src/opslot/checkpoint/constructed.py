@@ -16,7 +16,7 @@ from opslot.slots.binding import original_class
 _OF_PARAMETERS = {torch.empty, torch.rand, torch.randn}
 
 
-class UndrawnOnMeta(TorchFunctionMode):
+class ParametersOnMeta(TorchFunctionMode):
     """Inside, constructors make parameters that are drawn later on meta, and tensors that they compute on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +38,7 @@ def constructor_values(model: nn.Module, names: Collection[str]) -> dict[str, Te
         return {}
     from transformers.initialization import no_init_weights
 
-    with UndrawnOnMeta(), no_init_weights():
-        again: nn.Module = make(copy.deepcopy(config))
+    with ParametersOnMeta(), no_init_weights():
+        again: nn.Module = make(copy.deepcopy(config), attn_implementation="eager")
     values = {**dict(again.named_parameters(remove_duplicate=False)), **dict(again.named_buffers())}
     return {name: value.detach() for name, value in values.items() if name in names and not value.is_meta}

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from opslot.checkpoint.constructed import UndrawnOnMeta
+from opslot.checkpoint.constructed import ParametersOnMeta
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -18,7 +18,7 @@ def with_parameters_on_meta(make: Callable[[], _Model], device: torch.device | s
 
     Code written for Transformers before 5 computes buffers in its constructors alone, outside of `_init_weights`.
     """
-    with UndrawnOnMeta():
+    with ParametersOnMeta():
         model = make()
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
