@@ -113,7 +113,7 @@ def root_cause(error: BaseException) -> str:
         rank, first = next(iter(sorted(failures.items())))
         cause = root_cause(first[0] if isinstance(first, tuple) else first)
         return f"rank {rank}: {cause}" if has_process_group() else cause
-    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+    if type(error) is RuntimeError and isinstance(error.__context__, OSError):
         # Of a full disk: torch's zip writer raises an error of its own while it handles this one.
         return str(error.__context__)
     return str(error) or type(error).__name__
