@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.nn.utils.parametrize import ParametrizationList
-
 
 @contextmanager
 def without_updates(model: Any) -> Iterator[None]:
     """Context in which reading weights changes no buffer, as the power iteration of spectral norm does in training."""
+    # patchgen imports this module without torch.
+    from torch.nn.utils.parametrize import ParametrizationList
+
     lists = (module for module in model.modules() if isinstance(module, ParametrizationList))
     training = [module for found in lists for module in found.modules() if module.training]
     for module in training:
