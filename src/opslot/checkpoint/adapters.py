@@ -209,7 +209,9 @@ def load_adapter(model: Any, folder: str | Path) -> None:
             found=str(error) or type(error).__name__,
             hint="give the model that they were trained on, or copy or download them again",
         ) from error
-    if result.unexpected_keys and not _load_by_own_names(model, tensors):
+    if result.unexpected_keys:
+        result = _load_by_own_names(model, tensors)
+    if result.unexpected_keys:
         raise CheckpointError(
             f"the adapters in {str(folder)!r} do not fit the model",
             found=f"no module for {result.unexpected_keys[0]} and {len(result.unexpected_keys) - 1} others",
@@ -229,18 +231,15 @@ def load_adapter(model: Any, folder: str | Path) -> None:
         )
 
 
-def _load_by_own_names(model: Any, tensors: Mapping[str, Tensor]) -> bool:
-    """Load adapters whose names are all those of the model's own modules; returns whether they are.
+def _load_by_own_names(model: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Load adapters by the names of the model's own modules; returns the missing and the unexpected keys.
 
     PEFT renames them as the weights of a checkpoint, and some renamings match the model's own names too (Inkling 2).
     """
     named = {
         re.sub(r"(\.lora_(?:embedding_)?[AB])\b", rf"\1.{ADAPTER}", name): value for name, value in tensors.items()
     }
-    if named.keys() - model.state_dict().keys():
-        return False
-    model.load_state_dict(named, strict=False)
-    return True
+    return model.load_state_dict(named, strict=False)
 
 
 def save_adapter(model: Any, folder: str | Path) -> Path:
