@@ -100,6 +100,21 @@ def test_experts_under_other_names_get_those_of_the_model(tmp_path, arch) -> Non
         other = random_model(tiny_config(arch), noise=0.3)
         load_weights(other, tmp_path / layout / "b")
         assert_equal_tensors(other, model)
+    convert_folder(tmp_path / "stacked", tmp_path / "back", layout="per_expert")
+    for folder in ("stacked", "per_expert/b", "back"):
+        found = type(model).from_pretrained(tmp_path / folder, dtype=torch.float32).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items()), folder
+
+
+@pytest.mark.parametrize(
+    ("arch", "match"),
+    [("granitemoe", "reads no experts in the layout 'per_expert'"), ("nemotron_h", "experts without gate projections")],
+)
+def test_layouts_that_transformers_does_not_read_raise(tmp_path, arch: str, match: str) -> None:
+    random_model(tiny_config(arch)).save_pretrained(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=match):
+        convert_folder(tmp_path / "a", tmp_path / "b", layout="per_expert")
+    assert not (tmp_path / "b").exists()
 
 
 def test_square_tensors_are_read_in_the_layout_of_the_others(tmp_path) -> None:

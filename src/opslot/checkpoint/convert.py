@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import Shapes
 from opslot.checkpoint.experts import ExpertTensorConverter, check_layout, expert_targets_of_checkpoint
 from opslot.checkpoint.folder import INDEX, read_config, read_folder, staged_folder
+from opslot.checkpoint.hub_format import HubFormat
 from opslot.checkpoint.hub_names import hub_names
 from opslot.checkpoint.mapping import MappedSlice, map_tensors
-from opslot.checkpoint.model_tensors import ModelTensors
+from opslot.checkpoint.model_tensors import ModelTensors, stored_specs
 from opslot.checkpoint.quantized import dequantized_entries, open_tensor, quantization_of
 from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry, TensorSpec
-from opslot.checkpoint.save import outputs_for, parse_size, shard_outputs, write_shards
+from opslot.checkpoint.save import Output, outputs_for, parse_size, shard_outputs, write_shards
 from opslot.checkpoint.tensor_slice import TensorSlice, copy_overlap, extent, intersect
 
 logger = get_logger(__name__)
@@ -43,10 +45,11 @@ def convert_folder(
     """Write the checkpoint in `source` to `destination` with its experts in `layout`.
 
     FP8 and MXFP4 tensors are dequantized to the dtype in config.json, else bfloat16. Other tensors and files, such as
-    config.json and the tokenizer's, are copied. Where experts have other names than in Transformers' model (Mixtral's
-    w1, w2 and w3), all tensors get the model's names; Transformers reads those of the layout "stacked". Folders, except
-    additional chat templates, and safetensors files that are not part of the checkpoint are left out and logged. The
-    destination appears when it is complete. Memory is one tensor of the result and the mapped pages of a few files.
+    config.json and the tokenizer's, are copied. Where experts have other names on the hub than in Transformers' model
+    (Mixtral's w1, w2 and w3), all tensors get the hub's names in the layout "per_expert" and else the model's.
+    Transformers reads "per_expert" and "stacked". Folders, except additional chat templates, and safetensors files that
+    are not part of the checkpoint are left out and logged. The destination appears when it is complete. Memory is one
+    tensor of the result and the mapped pages of a few files.
 
     Args:
         source: a Hugging Face checkpoint of any layout, or a model of the hub, ORG/NAME.
@@ -59,8 +62,9 @@ def convert_folder(
 
     Raises:
         CheckpointError: a source that is missing, corrupt, incomplete or of mixed layouts, or has no experts, or
-            experts with biases (those of gpt-oss, whose gate and up projections alternate), or a layout that the model
-            does not read (Llama 4's experts are transposed); a destination that is not empty or cannot be written.
+            experts with biases (those of gpt-oss, whose gate and up projections alternate) or without gates
+            (Nemotron-H's), or a layout that the model does not read (Llama 4's experts are transposed, and Granite's
+            stacked on the hub too); a destination that is not empty or cannot be written.
         ConfigError: unknown layout or size.
     """
     source, destination = local_model(source), Path(destination).expanduser()
@@ -91,6 +95,12 @@ def convert_folder(
             found=biased[0],
             hint="use the checkpoint as it is",
         )
+    if not any(rows for _, rows, _ in experts.values()):
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} holds experts without gate projections, which have one layout",
+            found=f"no {min(experts).rpartition('.')[0]}.*.gate_proj.weight",
+            hint="use the checkpoint as it is",
+        )
     if layout != "transposed" and _reads_transposed(source, config, shapes, experts):
         raise CheckpointError(
             f"the experts of {config['architectures'][0]} are transposed in the model, which reads no other layout",
@@ -98,7 +108,10 @@ def convert_folder(
             hint="use the checkpoint as it is",
         )
     model, slices = _map(source, entries, experts)
-    shards = shard_outputs(outputs_for(model.targets, experts, layout), max_bytes)
+    outputs = outputs_for(model.targets, experts, layout)
+    if layout == "per_expert":
+        outputs = _with_hub_names(outputs, source, config, experts)
+    shards = shard_outputs(outputs, max_bytes)
     with staged_folder(destination, sum(output.spec.nbytes for shard in shards.values() for output in shard)) as stage:
         write_shards(stage, shards, _reader(model, slices))
         _copy_companions(source, stage, {entry.file.name for entry in entries.values()})
@@ -123,6 +136,36 @@ def _model_names(source: Path, config: dict[str, Any], shapes: Shapes) -> Mappin
     model = _meta_model(source, config)
     names = hub_names(model, shapes) if model is not None else None
     return {} if names is None else names.copied
+
+
+def _with_hub_names(
+    outputs: list[Output], source: Path, config: dict[str, Any], experts: Mapping[str, tuple[int, ...]]
+) -> list[Output]:
+    """`outputs` of single experts, with the names that Transformers reads of them and of all other tensors.
+
+    Raises:
+        CheckpointError: Transformers' model reads no single experts.
+    """
+    model = _meta_model(source, config)
+    if model is None:
+        return outputs
+    specs = stored_specs(model)
+    saved = {spec.name: spec.shape for group in HubFormat(model).groups(specs) for spec in group.results}
+    names = hub_names(model, saved)
+    hub = {} if names is None else {own: name for name, own in names.copied.items()}
+    renamed = [
+        replace(output, spec=replace(output.spec, name=hub.get(output.spec.name, output.spec.name)))
+        for output in outputs
+    ]
+    for output in renamed:
+        target = output.source.target if isinstance(output.source, TensorSlice) else ""
+        if target in experts and target in specs and output.spec.name not in saved:
+            raise CheckpointError(
+                f"{type(model).__name__} of Transformers reads no experts in the layout 'per_expert'",
+                found=f"{target} would be {output.spec.name} and so on",
+                hint="use the layout 'stacked'",
+            )
+    return renamed
 
 
 def _meta_model(source: Path, config: dict[str, Any]) -> Any:
