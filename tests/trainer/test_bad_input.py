@@ -92,6 +92,17 @@ def test_file_instead_of_checkpoint_folder_raises(train, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoints"]
 
 
+def test_folders_instead_of_files_of_a_run_raise(train, tmp_path):
+    """Before training, since some are written after the last step."""
+    (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "out" / "hf").write_text("")
+    code, _, err = train()
+    assert code == 2
+    assert "out/metrics.jsonl is a folder" in err
+    assert "out/hf is a file" in err
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "hf"}
+
+
 def test_both_batch_size_fields_raise(train, settings, tmp_path):
     settings["data"] |= {"max_tokens_per_batch": 64, "packing": False}
     settings["train"]["micro_batch_size"] = 2

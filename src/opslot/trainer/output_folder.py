@@ -17,6 +17,18 @@ from opslot.trainer.config import RunConfig, TrainConfig
 from opslot.trainer.parse import to_yaml
 
 _ANOTHER = "choose another folder"
+# What a run writes into its folder.
+_FILES = (
+    "config.yaml",
+    "exports.json",
+    "kernels.json",
+    "kernels.txt",
+    "loss.png",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "wandb_run_id",
+)
+_FOLDERS = ("hf", "hf_best", "hf_step_*", "profile", "tensorboard")
 
 
 def check_output(train: TrainConfig, problems: list[str]) -> Path | None:
@@ -25,7 +37,7 @@ def check_output(train: TrainConfig, problems: list[str]) -> Path | None:
         problems.append("train.output_dir is empty; set it to a folder")
         return None
     output = Path(train.output_dir)
-    problem = _unwritable(output) or _unwritable(output / CHECKPOINTS)
+    problem = _unwritable(output) or _unwritable(output / CHECKPOINTS) or _of_another_kind(output)
     if problem:
         problems.append(f"train.output_dir: {problem}")
         return None
@@ -91,6 +103,13 @@ def _unwritable(folder: Path) -> str | None:
         found = "its file system takes no new folders" if missing else error.strerror
     what = "cannot be written" if ancestor == folder else f"cannot be created in {ancestor}"
     return f"{folder} {what} ({found}); {_ANOTHER}"
+
+
+def _of_another_kind(output: Path) -> str | None:
+    """A folder where a run writes a file, or the reverse; None without one."""
+    found = [f"{output / name} is a folder" for name in _FILES if (output / name).is_dir()]
+    found += [f"{path} is a file" for name in _FOLDERS for path in sorted(output.glob(name)) if path.is_file()]
+    return f"{', '.join(found)}; move it away, or {_ANOTHER}" if found else None
 
 
 def write_description(folder: Path, config: RunConfig, model: nn.Module) -> None:
