@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import re
 
 import pytest
@@ -24,6 +25,11 @@ def test_kernels_json_keys(capsys):
 def test_kernels_of_an_unknown_op(capsys):
     assert main(["kernels", "--op", "rms_nrm"]) == 2
     assert "did you mean 'rms_norm'" in capsys.readouterr().err
+
+
+def test_arguments_that_are_not_text_raise(capsys):
+    assert main(["generate", "model", "--prompt", os.fsdecode(b"caf\xe9")]) == 2
+    assert r"found: caf\xe9" in capsys.readouterr().err
 
 
 def test_explain_a_folder(moe_config_folder, capsys):

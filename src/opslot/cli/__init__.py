@@ -9,12 +9,13 @@ import argparse
 import functools
 import importlib
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 
 from opslot import __version__
-from opslot._base.errors import OpslotError
+from opslot._base.errors import ConfigError, OpslotError
 from opslot.cli.arguments import at_least, count, device, names, path, rate, seed, temperature
 from opslot.cli.bench import add_bench
 
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # It warns, when PEFT imports it, of a missing kernel for inference on CPUs.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
+        _require_text(arguments)
         return _dispatch(arguments)
     except OpslotError as error:
         if show_traceback:
@@ -65,6 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has ended.
         sys.stderr.close()
         return 0
+
+
+def _require_text(arguments: list[str]) -> None:
+    """Raise ConfigError for bytes on the command line that are not text, which tokenizers and YAML do not take."""
+    for argument in arguments:
+        if not argument.isascii() and argument != argument.encode(errors="ignore").decode():
+            raise ConfigError(
+                "an argument is not text in UTF-8",
+                found=ascii(os.fsencode(argument))[2:-1],
+                hint="type it in UTF-8; of a file or folder, rename it",
+            )
 
 
 def _dispatch(arguments: list[str]) -> int:
