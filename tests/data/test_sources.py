@@ -1,4 +1,5 @@
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -123,6 +124,22 @@ def test_unreadable_files_raise(tmp_path, name, content, message, read_documents
     with pytest.raises(DataError) as caught:
         read_documents([write(tmp_path / name, content)])
     assert message in str(caught.value)
+
+
+def test_columns_of_one_name_raise(tmp_path, read_documents):
+    column = pa.array(["x"])
+    pq.write_table(pa.table([column, column], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="it has several columns named 'text'"):
+        read_documents([tmp_path / "a.parquet"])
+
+
+def test_file_names_that_are_not_text(tmp_path, read_documents):
+    name = os.fsdecode(b"caf\xe9.txt")
+    try:
+        file = write(tmp_path / name, "x")
+    except OSError:
+        pytest.skip("the file system requires names in UTF-8")
+    assert read_documents([file]) == ["x"]
 
 
 def test_surrogate_pairs_are_text(tmp_path, read_documents):

@@ -375,7 +375,8 @@ def open_corpus(
         raise _unreadable(problems)
     key = hashlib.sha256(repr((_FORMAT, format, shard_bytes, identity)).encode())
     for file, (size, changed) in stamps.items():
-        key.update(f"{file.resolve()}\0{size}\0{changed}\n".encode())
+        # The name of a file need not be UTF-8.
+        key.update(f"{file.resolve()}\0{size}\0{changed}\n".encode(errors="surrogateescape"))
     cache = Path(cache_dir) if cache_dir else _default_cache()
     return TokenCorpus(shards, stamps, encoder, cache / f"opslot-{key.hexdigest()[:32]}", identity)
 

@@ -318,18 +318,23 @@ def _reading_table(file: Path, kind: str, problems: list[str], read: Callable[[]
 
     try:
         return read()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         problems.append(f"{file}: not a readable {kind} file: {error}; {AGAIN}")
         return None
 
 
 def _schema(file: Path, kind: str) -> Any:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     if kind == "parquet":
         with pq.ParquetFile(file) as table:
-            return table.schema_arrow
-    return _arrow_reader(file)[0]
+            schema = table.schema_arrow
+    else:
+        schema = _arrow_reader(file)[0]
+    if repeated := {name for name in schema.names if schema.names.count(name) > 1}:
+        raise pa.ArrowInvalid(f"it has several columns named {min(repeated)!r}")
+    return schema
 
 
 def _arrow_reader(file: Path) -> tuple[Any, Iterator[Any]]:
@@ -416,7 +421,7 @@ def _read_table(
                 record = {name: value for name, value in row.items() if value is not None}
                 if record:
                     yield Location(part.file, "row", number), record
-    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problems.append(f"{part.file}: not a readable {part.format} file: {error}; {AGAIN}")
 
 
