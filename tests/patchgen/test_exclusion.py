@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from opslot.patchgen import PatchError
+from opslot.patchgen import PatchConfig, PatchError
 from opslot.patchgen.engine import generate
 from tests.patchgen.text import lines
 
@@ -126,3 +126,11 @@ def test_excluding_a_set_names_the_remaining_user(make_release, patch):
     patch.exclude_from_output("Talker", "Vocoder")
     with pytest.raises(PatchError, match="Vocoder is still used by Omni"):
         generate(patch, make_release(source))
+
+
+def test_arguments_of_a_patch_that_cannot_be_raise():
+    with pytest.raises(PatchError, match="needs at least one name"):
+        PatchConfig("some.module").exclude_from_output()
+    for name in ("../../x.py", "/x.py", "x.txt", ".."):
+        with pytest.raises(PatchError, match="is not the name of a Python file"):
+            PatchConfig("some.module", target_file=name)

@@ -7,6 +7,7 @@ import hashlib
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import PatchError
@@ -51,6 +52,11 @@ class PatchConfig(TextPrimitives):
             raise PatchError(
                 f"PatchConfig of {source_module!r}, which is not a dotted module name",
                 hint="name one such as transformers.models.qwen3.modeling_qwen3",
+            )
+        if target_file and (Path(target_file).name != target_file or not target_file.endswith(".py")):
+            raise PatchError(
+                f"target_file={target_file!r} is not the name of a Python file",
+                hint='give a name without folders, such as "modeling_mine.py"',
             )
         self.source_module = source_module
         self.target_file = target_file or source_module.rpartition(".")[2] + ".py"
@@ -227,6 +233,8 @@ class PatchConfig(TextPrimitives):
 
         They are removed together, so they may use each other in any order.
         """
+        if not names:
+            raise PatchError("exclude_from_output needs at least one name", hint="name classes or functions")
         first, *others = names
         self.edits.append(Exclude(first, others=tuple(others)))
 
