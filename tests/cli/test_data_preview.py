@@ -1,6 +1,7 @@
 """`opslot data preview` and `opslot generate`."""
 
 import json
+import math
 import re
 import shutil
 
@@ -156,6 +157,10 @@ def test_generate_with_adapters_takes_the_tokenizer_of_the_base(model, adapter, 
         ("adapter_config.json, not JSON", "adapter_config.json is not valid JSON"),
         ("adapter_config.json, a list", "adapter_config.json is not a config of adapters"),
         ("adapter_config.json, a base that is no text", "found: base_model_name_or_path is not text"),
+        (
+            "adapter_config.json, alpha NaN",
+            "have no finite scale\n  found: lora_alpha",
+        ),
         ("adapter_config.json, an invalid pattern", "cannot be read, or do not fit the model"),
         ("adapter_model.safetensors, empty", "cannot be read, or do not fit the model"),
         ("adapter_model.safetensors, a tensor less", "are incomplete\n  found: no values for model.layers.0."),
@@ -173,6 +178,8 @@ def test_merge_rejects_damaged_adapters(adapter, tmp_path, capsys, damage, messa
             config.write_text("[]")
         case "a base that is no text":
             config.write_text(json.dumps(whole | {"base_model_name_or_path": 3}))
+        case "alpha NaN":
+            config.write_text(json.dumps(whole | {"lora_alpha": math.nan}))
         case "an invalid pattern":
             config.write_text(json.dumps(whole | {"target_modules": "("}))
         case "empty":

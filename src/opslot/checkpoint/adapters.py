@@ -225,6 +225,13 @@ def load_adapter(model: Any, folder: str | Path) -> None:
             found=f"no values for {missing[0]} and {len(missing) - 1} others",
             hint=f"copy or download {ADAPTER_WEIGHTS} again, with the {ADAPTER_CONFIG} that it was saved with",
         )
+    scales = {path: layer.scaling[ADAPTER] for path, layer in adapter_layers(model)}
+    if wrong := [path for path, scale in scales.items() if not math.isfinite(scale)]:
+        raise CheckpointError(
+            f"the adapters in {str(folder)!r} have no finite scale",
+            found=f"lora_alpha or alpha_pattern in {ADAPTER_CONFIG} makes that of {wrong[0]} {scales[wrong[0]]}",
+            hint="set the value that the adapters were trained with",
+        )
     if not_finite := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         logger.warning(
             "%d tensors of %s hold NaN or infinity, e.g. %s; so will the outputs", len(not_finite), file, not_finite[0]
