@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from opslot.cli import main
+from opslot.verify.random_model import random_model
+from opslot.verify.tiny import tiny_config
 from tests.chat import write_chat_model
 
 QWEN3 = {
@@ -190,6 +192,15 @@ def test_merge_rejects_damaged_adapters(adapter, tmp_path, capsys, damage, messa
     assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+
+
+def test_generate_where_the_forward_of_transformers_raises(tmp_path, tokenizer, capsys):
+    config = tiny_config("llama4")
+    config.text_config.vocab_size = 260
+    random_model(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "hi", "--max-new-tokens", "2", "--device", "cpu"]) == 0
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize("option", [("--max-new-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan")])
