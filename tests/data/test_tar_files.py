@@ -76,3 +76,22 @@ def test_truncated_file_is_reported(tmp_path):
     file = write_tar(tmp_path / "a.tar", [("1.json", b'{"text": "x"}'), ("2.wav", bytes(4000))])
     file.write_bytes(file.read_bytes()[:3000])
     assert "not a readable tar file" in read(file)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("a header", "invalid header at byte 2,048"),
+        ("cut between members", "cut off after 2,048 bytes"),
+        ("two archives", "data after the end of the archive"),
+    ],
+)
+def test_members_that_tarfile_leaves_out_are_reported(tmp_path, damage, reason):
+    """It takes a damaged header for the end of the archive."""
+    file = write_tar(tmp_path / "a.tar", [(f"{n}.{suffix}", b"{}") for n in range(4) for suffix in ("json", "png")])
+    data = bytearray(file.read_bytes())
+    if damage == "a header":
+        data[2048 + 148] ^= 0xFF
+    file.write_bytes({"a header": data, "cut between members": data[:2048], "two archives": data + data}[damage])
+    _, (problem,) = read(file)
+    assert reason in problem

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import json_type
@@ -43,8 +44,28 @@ def read_tar(
                 members.append((member.name, stream.read()))
             if members:
                 yield from _record(Location(part.file, "sample", number + 1), members, malformed)
+            if reason := _not_at_the_end(part.file, archive.offset):
+                problems.append(f"{part.file}: not a readable tar file ({reason}); {AGAIN}")
     except (tarfile.TarError, EOFError) as error:
         problems.append(f"{part.file}: not a readable tar file ({error}); {AGAIN}")
+
+
+def _not_at_the_end(file: Path, offset: int) -> str | None:
+    """Why a tar file does not end at `offset`, where tarfile found no further member; None if it does.
+
+    tarfile takes every damaged header but the first one for the end, which is a block of zeros.
+    """
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        block = stream.read(tarfile.BLOCKSIZE)
+        if len(block) < tarfile.BLOCKSIZE:
+            return f"cut off after {offset:,} bytes: the zeros that end an archive are missing"
+        if any(block):
+            return f"invalid header at byte {offset:,}"
+        while rest := stream.read(1 << 20):
+            if any(rest):
+                return f"data after the end of the archive at byte {offset:,}"
+    return None
 
 
 def _key(name: str) -> str:
