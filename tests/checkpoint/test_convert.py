@@ -107,13 +107,18 @@ def test_experts_under_other_names_get_those_of_the_model(tmp_path, arch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arch", "match"),
-    [("granitemoe", "reads no experts in the layout 'per_expert'"), ("nemotron_h", "experts without gate projections")],
+    ("arch", "layout", "match"),
+    [
+        ("granitemoe", "per_expert", "reads no experts in the layout 'per_expert'"),
+        ("hy_v4_vl", "per_expert", "reads no experts in the layout 'per_expert'"),
+        ("ernie4_5_vl_moe", "stacked", "reads no experts in the layout 'stacked'"),
+        ("nemotron_h", "per_expert", "experts without gate projections"),
+    ],
 )
-def test_layouts_that_transformers_does_not_read_raise(tmp_path, arch: str, match: str) -> None:
+def test_layouts_that_transformers_does_not_read_raise(tmp_path, arch: str, layout: str, match: str) -> None:
     random_model(tiny_config(arch)).save_pretrained(tmp_path / "a")
     with pytest.raises(CheckpointError, match=match):
-        convert_folder(tmp_path / "a", tmp_path / "b", layout="per_expert")
+        convert_folder(tmp_path / "a", tmp_path / "b", layout=layout)
     assert not (tmp_path / "b").exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ def convert_folder(
     Raises:
         CheckpointError: a source that is missing, corrupt, incomplete or of mixed layouts, or has no experts, or
             experts with biases (those of gpt-oss, whose gate and up projections alternate) or without gates
-            (Nemotron-H's), or a layout that the model does not read (Llama 4's experts are transposed, and Granite's
-            stacked on the hub too); a destination that is not empty or cannot be written.
+            (Nemotron-H's), or a layout in which the model reads none (Llama 4's are transposed, Granite's stacked, and
+            Ernie 4.5 VL's single experts); a destination that is not empty or cannot be written.
         ConfigError: unknown layout or size.
     """
     source, destination = local_model(source), Path(destination).expanduser()
@@ -76,6 +76,7 @@ def convert_folder(
         raise CheckpointError(
             f"{str(destination)!r} exists and is not an empty folder", hint="give another destination"
         )
+    source_keys = list(entries)
     shapes = {name: entry.shape for name, entry in entries.items()}
     experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(config))
     if not experts:
@@ -109,8 +110,11 @@ def convert_folder(
         )
     model, slices = _map(source, entries, experts)
     outputs = outputs_for(model.targets, experts, layout)
-    if layout == "per_expert":
-        outputs = _with_hub_names(outputs, source, config, experts)
+    if (known := _meta_model(source, config)) is not None:
+        hub = HubFormat(known)
+        if layout == "per_expert":
+            outputs = _with_hub_names(outputs, hub, known)
+        _require_read((output.spec.name for output in outputs), source_keys, layout, hub, known)
     shards = shard_outputs(outputs, max_bytes)
     with staged_folder(destination, sum(output.spec.nbytes for shard in shards.values() for output in shard)) as stage:
         write_shards(stage, shards, _reader(model, slices))
@@ -138,34 +142,28 @@ def _model_names(source: Path, config: dict[str, Any], shapes: Shapes) -> Mappin
     return {} if names is None else names.copied
 
 
-def _with_hub_names(
-    outputs: list[Output], source: Path, config: dict[str, Any], experts: Mapping[str, tuple[int, ...]]
-) -> list[Output]:
-    """`outputs` of single experts, with the names that Transformers reads of them and of all other tensors.
-
-    Raises:
-        CheckpointError: Transformers' model reads no single experts.
-    """
-    model = _meta_model(source, config)
-    if model is None:
-        return outputs
-    specs = stored_specs(model)
-    saved = {spec.name: spec.shape for group in HubFormat(model).groups(specs) for spec in group.results}
+def _with_hub_names(outputs: list[Output], hub: HubFormat, model: Any) -> list[Output]:
+    """`outputs` of single experts, with the names that `save_pretrained` gives to them and to all other tensors."""
+    saved = {spec.name: spec.shape for group in hub.groups(stored_specs(model)) for spec in group.results}
     names = hub_names(model, saved)
-    hub = {} if names is None else {own: name for name, own in names.copied.items()}
-    renamed = [
-        replace(output, spec=replace(output.spec, name=hub.get(output.spec.name, output.spec.name)))
+    own = {} if names is None else {own: name for name, own in names.copied.items()}
+    return [
+        replace(output, spec=replace(output.spec, name=own.get(output.spec.name, output.spec.name)))
         for output in outputs
     ]
-    for output in renamed:
-        target = output.source.target if isinstance(output.source, TensorSlice) else ""
-        if target in experts and target in specs and output.spec.name not in saved:
-            raise CheckpointError(
-                f"{type(model).__name__} of Transformers reads no experts in the layout 'per_expert'",
-                found=f"{target} would be {output.spec.name} and so on",
-                hint="use the layout 'stacked'",
-            )
-    return renamed
+
+
+def _require_read(names: Iterable[str], source_keys: Iterable[str], layout: str, hub: HubFormat, model: Any) -> None:
+    """Raise CheckpointError for tensors that Transformers reads in the source, and not by the `names` of the result."""
+    specs = stored_specs(model)
+    lost = {read for key in source_keys if (read := hub.read_as(key, specs)) in specs}
+    lost -= {hub.read_as(name, specs) for name in names}
+    if lost:
+        raise CheckpointError(
+            f"{type(model).__name__} of Transformers reads no experts in the layout {layout!r}",
+            found=f"{min(lost)} would have no values",
+            hint=f"use the layout {'stacked' if layout == 'per_expert' else 'per_expert'}",
+        )
 
 
 def _meta_model(source: Path, config: dict[str, Any]) -> Any:

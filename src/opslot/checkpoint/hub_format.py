@@ -86,10 +86,10 @@ class HubFormat:
         Some renamings of a model_type are for one of its classes: those of ShieldGemma 2 are for its classifier, and
         Transformers' Auto classes take Gemma 3's class for it.
         """
-        read = partial(self._read, tensors=tensors)
+        read = partial(self.read_as, tensors=tensors)
         return name if saved != name and read(saved) != name and read(name) == name else saved
 
-    def _read(self, saved: str, tensors: Mapping[str, TensorSpec]) -> str:
+    def read_as(self, saved: str, tensors: Mapping[str, TensorSpec]) -> str:
         """The model's tensor as which Transformers reads the checkpoint's `saved`."""
         from transformers.core_model_loading import rename_source_key
 
