@@ -267,6 +267,8 @@ def test_merged_key_can_be_overridden(tmp_path):
         # Resemble fields of other meanings.
         ("streaming", "`opslot train --help-all` lists the fields"),
         ("loraplus_lr_ratio", "`opslot train --help-all` lists the fields"),
+        ("do_train", "opslot does not need it, remove it"),
+        ("train.shuffle_dataset", "use data.shuffle"),
         ("train.remove_unused_columns", "opslot does not need it, remove it"),
     ],
 )

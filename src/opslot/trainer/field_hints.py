@@ -47,6 +47,7 @@ _NAMES = {
     "data.packing": "rmpad rmpad_with_pos_ids sample_packing packed",
     "data.packing; whole conversations are packed": "packing_strategy",
     "data.packing, whose documents do not attend to each other": "neat_packing",
+    "data.shuffle": "shuffle_dataset",
     "data.text_field": "dataset_text_field text_column_name text_keys",
     "data.train, a list of {path, weight}": "datasets interleave_probs probabilities multisource_datasets",
     "data.train_on": "roles_to_train",
@@ -74,7 +75,7 @@ _NAMES = {
     "train.checkpoint.save_steps": "save_strategy save_every_n_steps ckpt_every_steps",
     "train.checkpoint.save_steps, in steps": "saves_per_epoch",
     "train.checkpoint.save_total_limit": "max_ckpt_to_save",
-    "train.compile": "torch_compile",
+    "train.compile": "torch_compile torch_compile_backend torch_compile_mode",
     "train.data_parallel_mode and train.fsdp": "deepspeed fsdp fsdp_config",
     "train.data_parallel_mode and train.fsdp, or train.ep_size": "tp_size tensor_parallel_dim tensor_parallel_size",
     "train.ep_size": "expert_parallel_size",
@@ -92,7 +93,7 @@ _NAMES = {
     "train.fsdp.reshard_after_forward": "enable_reshard_after_forward",
     "train.global_batch_size, over all processes": "train_batch_size",
     f"train.global_batch_size and train.micro_batch_size: {_BATCH}": "gradient_accumulation_steps",
-    "train.logging.log_steps": "logging_steps log_every_n_steps",
+    "train.logging.log_steps": "logging_steps logging_strategy logging_first_step log_every_n_steps",
     "train.logging.profile": "enable_profiling",
     "train.logging.profile, [first, last]": "profile_start_step profile_end_step",
     "train.logging.progress: off": "disable_tqdm",
@@ -101,6 +102,7 @@ _NAMES = {
     "train.logging.tensorboard (event files are in <output_dir>/tensorboard)": "logging_dir",
     "train.logging.wandb": "use_wandb",
     "train.logging.wandb, train.logging.trackio and train.logging.tensorboard": "report_to",
+    "train.logging.wandb_project": "project",
     "train.lr": "learning_rate",
     "train.lr_scheduler": "lr_scheduler_type lr_decay_style",
     "train.max_grad_norm": "clip_grad_norm max_norm",
@@ -151,6 +153,8 @@ _NAMES = {
     "lora.use_rslora": "use_rslora peft_use_rslora",
     # other fields and commands
     "the fields of train.optimizer": "optim_args",
+    "router_aux_loss_coef in the model's config.json": "router_aux_loss_coef",
+    "pad_token in the tokenizer's tokenizer_config.json": "pad_token",
     "torch.set_float32_matmul_precision in your own script": "tf32",
     "another train.output_dir, or train.checkpoint.resume_from: latest": "overwrite_output_dir",
     "`hf upload REPO <output_dir>/hf` after the run": "push_to_hub hub_model_id",
@@ -162,7 +166,9 @@ _NAMES = {
     "": (
         "use_cache pad_to_sequence_len _component_ _target_ drop_last dataloader_drop_last "
         "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
-        "remove_unused_columns"
+        "remove_unused_columns do_train do_eval do_predict prediction_loss_only average_tokens_across_devices "
+        "ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph "
+        "include_num_input_tokens_seen local_rank"
     ),
 }
 _FIELDS = {name: hint for hint, names in _NAMES.items() for name in names.split()}
