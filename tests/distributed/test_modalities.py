@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig
 
 import opslot
-from opslot.distributed import init_parallel_state
+from opslot.distributed import gradient_sync, init_parallel_state
 from opslot.models._multimodal.modalities import alias_outputs
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
@@ -174,6 +174,25 @@ def test_tower_without_smallest_input(ranks, name, checkpointing):
             scaled_step(model, inputs)
     expected = gradients(model)
     assert_gradients_close(ranks.run(on_ranks_without_dummy, name, checkpointing), expected)
+
+
+def on_ranks_with_unused_layers():
+    state = init_parallel_state(device_type="cpu")
+    model = random_model(tiny_config("janus"))
+    opslot.apply(model, "eager")
+    opslot.parallelize(model, state, data_parallel_mode="fsdp2")
+    for is_last in (False, True):
+        with gradient_sync(model, is_last):
+            step(model, batch([5, 6, 7, 8 + state.rank]))
+    return gradients(model)
+
+
+def test_gradient_accumulation_with_layers_that_no_forward_uses(ranks):
+    """Janus generates images with layers that its loss does not read."""
+    model = random_model(tiny_config("janus"))
+    for last in (8, 8, 9, 9):
+        step(model, batch([5, 6, 7, last]))
+    assert_gradients_close(ranks.run(on_ranks_with_unused_layers), gradients(model))
 
 
 def test_audio_and_visual_towers_run_without_input():

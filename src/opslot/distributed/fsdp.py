@@ -166,8 +166,7 @@ def shard_model(
     if is_sharded:
         model.register_forward_hook(_reshard_without_grad)
         _check_dtypes(model)
-        if state.world_size == 1:
-            _gather_once(model)
+        _gather_once(model)
     return model
 
 
@@ -265,8 +264,8 @@ def _keeps_gathered(model: nn.Module, param_dtype: torch.dtype | None, device: t
 
 
 def _gather_once(model: nn.Module) -> None:
-    """FSDP's backward without a reduction raises AttributeError for parameters that were never gathered, such as those
-    of a tower before the first image. With several ranks each forward runs all towers.
+    """FSDP's backward without a reduction raises AttributeError for parameters that were never gathered: those of a
+    tower before the first image, and those that no forward uses, such as Janus's decoder of images.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
