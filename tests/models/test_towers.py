@@ -160,3 +160,10 @@ def test_projections_of_patches_without_encoder_are_the_merger(name, path):
     assert parts["merger"]
     assert any(path in parameter for parameter in parts["merger"])
     assert not parts["vision"]
+
+
+def test_projections_of_encoders_inside_the_decoder_are_the_merger():
+    parts = parts_of(random_model(tiny_config("phi4_multimodal")))
+    inside = [name for name in parts["merger"] if ".embed_tokens_extend." in name]
+    assert len(inside) == 14
+    assert not any(".embed_tokens_extend." in name for name in parts["language_model"])

@@ -37,6 +37,9 @@ def parts_of(model: Any) -> dict[str, list[str]]:
             encoders[name] = kind
     own = [_language_model(model), trained_model(model).get_output_embeddings()]
     text = [name for name, module in model.named_modules() if any(module is part for part in own)]
+    # Phi-4 multimodal has its encoders inside the decoder, each in a module with its projections.
+    around = {outer.rpartition(".")[0] for outer in encoders}
+    between = [name for name in around if any(name.startswith(f"{prefix}.") for prefix in text)]
     has_features = bool(encoders) or feature_module(model) is not None
     found: dict[str, list[str]] = {part: [] for part in PARTS}
     for name, _ in model.named_parameters():
@@ -44,6 +47,8 @@ def parts_of(model: Any) -> dict[str, list[str]]:
         if encoder is not None:
             inside = name[len(encoder) :]
             found["merger" if any(word in inside for word in _MERGERS) else encoders[encoder]].append(name)
+        elif any(name.startswith(f"{prefix}.") for prefix in between):
+            found["merger"].append(name)
         elif any(name.startswith(f"{prefix}.") for prefix in text):
             found["language_model"].append(name)
         elif has_features:
