@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opslot
 from opslot._base.errors import ConfigError, KernelError
+from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config
 from tests.models.tiny import tiny_model
 
@@ -74,6 +75,18 @@ def test_loss_is_the_models_loss(ops):
         asked = model(**batch, **more, return_log_probs=True)
         torch.testing.assert_close(asked.loss.reshape(()), model(**batch, **more).loss.reshape(()))
         assert not hasattr(model(**batch, **more), "log_probs")
+
+
+@pytest.mark.parametrize("ops", [FUSED, "eager"], ids=["fused", "eager"])
+def test_positions_that_the_head_leaves_out_are_zero(ops):
+    """Qwen2-Audio's head computes no logits of the last position."""
+    model = random_model(tiny_config("qwen2_audio")).eval()
+    opslot.apply(model, ops)
+    ids = random_ids(model.config)
+    out = model(input_ids=ids, labels=ids, return_log_probs=True)
+    assert out.log_probs.shape == out.entropy.shape == ids.shape
+    assert not out.log_probs[:, -1].any()
+    torch.testing.assert_close(out.loss, -out.log_probs.sum() / (ids[:, 1:].numel()))
 
 
 def test_shift_labels_are_used_as_they_are():

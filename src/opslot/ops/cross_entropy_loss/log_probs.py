@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.cross_entropy_loss.contract import causal
@@ -107,9 +108,15 @@ def _with_log_probs(
     if not dataclasses.is_dataclass(output):
         raise ConfigError("return_log_probs=True needs an output with fields", hint="pass return_dict=True")
     fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    log_probs, entropy = tokens.values
+    log_probs, entropy = (_of_all_positions(values, kwargs.get("labels")) for values in tokens.values)
     kind: Any = type(output)
     return _output_class(kind)(**fields, log_probs=log_probs, entropy=entropy)
+
+
+def _of_all_positions(values: Tensor, labels: Tensor | None) -> Tensor:
+    """With the last position, which has no label; the heads of some models and older releases leave it out."""
+    without_last = labels is not None and values.shape == (*labels.shape[:-1], labels.shape[-1] - 1)
+    return pad(values, (0, 1)) if without_last else values
 
 
 def _checked(temperature: float | None) -> float:
