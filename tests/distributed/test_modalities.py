@@ -195,6 +195,37 @@ def test_gradient_accumulation_with_layers_that_no_forward_uses(ranks):
     assert_gradients_close(ranks.run(on_ranks_with_unused_layers), gradients(model))
 
 
+def momentum_steps(model, steps):
+    """Steps on lists of batches, by an optimizer that moves a parameter with a gradient of zeros."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for inputs in steps:
+        optimizer.zero_grad()
+        for own in inputs:
+            scaled_step(model, own)
+        opslot.drop_gradients_of_unused_modules(model)
+        optimizer.step()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).tolist() for name, p in weights.items()}
+
+
+def image_and_text_steps(model):
+    return [[media_batch(model), batch([5, 6, 7, 8])], [batch([5, 6, 7, 8]), batch([9, 6, 7, 8])]]
+
+
+def on_ranks_with_conditional_layers():
+    state = init_parallel_state(device_type="cpu")
+    model = build_without_dummy("mllama")
+    opslot.parallelize(model, state, data_parallel_mode="fsdp2")
+    return momentum_steps(model, [[inputs[state.rank]] for inputs in image_and_text_steps(model)])
+
+
+def test_layers_that_no_rank_runs_are_not_moved_by_their_momentum(ranks):
+    """Mllama's cross-attention layers in a step without images."""
+    model = build_without_dummy("mllama")
+    expected = momentum_steps(model, image_and_text_steps(model))
+    assert_gradients_close(ranks.run(on_ranks_with_conditional_layers), expected)
+
+
 def test_audio_and_visual_towers_run_without_input():
     from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 

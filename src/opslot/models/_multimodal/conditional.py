@@ -88,7 +88,7 @@ def run_conditional_layers(model: nn.Module) -> None:
             if isinstance(layer, FSDPModule) and required & optional:
                 found[layer] = required & optional
         if found and any(isinstance(layer, FSDPModule) and layer not in found for s in layers for layer in s):
-            _Layers(decoder, found)
+            model.__dict__.setdefault(_SKIPPED, []).append(ConditionalLayers(decoder, found))
 
 
 def add_zero_of_skipped_modules(model: nn.Module) -> None:
@@ -104,8 +104,8 @@ def add_zero_of_skipped_modules(model: nn.Module) -> None:
                 found.append(SkippedModules(owner, parts))
 
 
-def skipped_modules(model: nn.Module) -> list[SkippedModules]:
-    """What `add_zero_of_skipped_modules` has found in a model; empty where it was not called."""
+def skipped_modules(model: nn.Module) -> list[SkippedModules | ConditionalLayers]:
+    """What the functions above have found in a model; empty where they were not called."""
     return model.__dict__.get(_SKIPPED, [])
 
 
@@ -165,10 +165,17 @@ class SkippedModules:
         return pytree.tree_unflatten(leaves, spec)
 
 
-class _Layers:
-    """The layers of a decoder that it skips without features."""
+class ConditionalLayers:
+    """The layers of a decoder that it skips without features.
+
+    Attributes:
+        parts: the layers.
+        used: those that ran with features and gradients since the set was cleared.
+    """
 
     def __init__(self, decoder: nn.Module, layers: dict[nn.Module, set[str]]) -> None:
+        self.parts = list(layers)
+        self.used: set[nn.Module] = set()
         self.names = sorted(set().union(*layers.values()))
         # Until the next forward, for layers that are computed again in backward.
         self.skipped = False
@@ -191,6 +198,8 @@ class _Layers:
         """The forward of a layer."""
         if self.skipped:
             return hidden_states + _zero(list(layer.modules()), hidden_states)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.used.add(layer)
         return forward(hidden_states, *args, **kwargs)
 
 
