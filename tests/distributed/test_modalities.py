@@ -226,6 +226,29 @@ def test_layers_that_no_rank_runs_are_not_moved_by_their_momentum(ranks):
     assert_gradients_close(ranks.run(on_ranks_with_conditional_layers), expected)
 
 
+def test_norms_of_dummy_inputs_stay_in_evaluation_until_they_are_computed_again(ranks):
+    """Nemotron-H Omni with an image: the frames of dummy audio are fewer than a batch norm in training takes."""
+    for gradients_are_finite in ranks.run(on_ranks_with_images_and_norms_of_audio):
+        assert gradients_are_finite
+
+
+def on_ranks_with_images_and_norms_of_audio():
+    from opslot.verify.media import media_samples
+
+    state = init_parallel_state(device_type="cpu")
+    model = random_model(tiny_config("nemotron_h_omni"))
+    images = media_samples(random_model(model.config).eval()).batches["image"]
+    opslot.apply(model, "eager")
+    opslot.parallelize(model, state, data_parallel_mode="fsdp2", activation_checkpointing="full")
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm1d)]
+    before = [norm.running_mean.clone() for norm in norms]
+    for _ in range(2):
+        step(model, images)
+    assert norms
+    assert all(torch.equal(norm.running_mean, mean) for norm, mean in zip(norms, before, strict=True))
+    return all(bool(p.grad.full_tensor().isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
 def test_audio_and_visual_towers_run_without_input():
     from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 

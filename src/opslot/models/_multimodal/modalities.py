@@ -270,8 +270,10 @@ class _Run:
         self.pending: list[str] = []
         self.zeros: list[Tensor] = []
         self.computing = False
-        # Norms whose statistics dummy inputs of this forward pass must not change.
-        self.kept: list[nn.Module] = []
+        # Of audio, and of images and videos: whether this forward pass has an input, and the norms whose statistics
+        # dummy inputs must not change.
+        self.encoded: set[bool] = set()
+        self.kept: dict[bool, list[nn.Module]] = {False: [], True: []}
         state = get_parallel_state()
         # By method that sequence-parallel ranks share: whether they also share the frames of one video.
         self.shared = {
@@ -284,7 +286,9 @@ class _Run:
         """Forward pre-hook of the model."""
         self.pending = list(self.dummies)
         self.zeros = []
-        self._train_norms()
+        self.encoded.clear()
+        self._train_norms(False)
+        self._train_norms(True)
 
     def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """In place of the method `name`: before it, the dummy inputs of modalities that come earlier."""
@@ -296,6 +300,8 @@ class _Run:
             # In the order of the model's forward.
             self._run_pending(self.pending[: self.pending.index(name)])
             self.pending.remove(name)
+        self.encoded.add(name == AUDIO_METHOD)
+        self._train_norms(name == AUDIO_METHOD)
         method = partial(self._call, name)
         if not has_whole_sequences() or name not in self.shared:
             return method(*args, **kwargs)
@@ -322,19 +328,29 @@ class _Run:
         if not names:
             return
         self.zeros.append(_zero_of_projections(self.holder))
-        self.kept = [m for m in self.holder.modules() if isinstance(m, _BatchNorm) and m.training]
-        for norm in self.kept:
-            norm.eval()
         for name in names:
-            self.zeros.append(dummy_forward(partial(self._features, name), **(self.dummies[name]() or {})))
-        if len(names) < len(self.dummies):
-            # Other inputs are real. Else activation checkpointing runs the dummy inputs again in backward.
-            self._train_norms()
+            self.zeros.append(self._run_dummy(name))
 
-    def _train_norms(self) -> None:
-        for norm in self.kept:
+    def _run_dummy(self, name: str) -> Tensor:
+        norms = [m for m in self.holder.modules() if isinstance(m, _BatchNorm) and m.training]
+        ran: list[nn.Module] = []
+        hooks = [norm.register_forward_pre_hook(lambda norm, args: ran.append(norm)) for norm in norms]
+        for norm in norms:
+            norm.eval()
+        zero = dummy_forward(partial(self._features, name), **(self.dummies[name]() or {}))
+        for hook in hooks:
+            hook.remove()
+        of_audio = name == AUDIO_METHOD
+        # Activation checkpointing runs the dummy input again in backward, and another input of the same encoder too.
+        self.kept[of_audio] += [] if of_audio in self.encoded else ran
+        for norm in norms:
+            norm.train(norm not in self.kept[of_audio])
+        return zero
+
+    def _train_norms(self, of_audio: bool) -> None:
+        for norm in self.kept[of_audio]:
             norm.train(self.holder.training)
-        self.kept = []
+        self.kept[of_audio] = []
 
     def _features(self, name: str, **inputs: Any) -> Any:
         # The backward of anything else, such as the layers of a tower after the one whose states are used, would run on
