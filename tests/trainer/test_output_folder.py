@@ -239,6 +239,36 @@ def test_signal_before_training_is_one_line(train, monkeypatch, tmp_path, number
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 
+def test_signal_while_the_run_is_described(train, monkeypatch):
+    """Between preparation and the first step."""
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+    monkeypatch.setattr("opslot.trainer.base.write_description", lambda *_: signal.raise_signal(signal.SIGTERM))
+    try:
+        code, _, err = train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, received) == (143, [])
+    assert "stopped by SIGTERM before training started" in err
+
+
+def test_second_signal_meets_the_handler_of_before_the_run(train, monkeypatch):
+    class Signal(Callback):
+        def on_step_end(self, trainer, record):
+            if record.step == 2:
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
+
+    received = []
+    default = TextTrainer.default_callbacks
+    monkeypatch.setattr(TextTrainer, "default_callbacks", lambda self: [Signal(), *default(self)])
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+    try:
+        assert (train()[0], received) == (143, [True])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_signal_in_the_last_step_is_a_complete_run(train, monkeypatch):
     class Signal(Callback):
         def on_step_end(self, trainer, record):

@@ -73,8 +73,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
 
     Under torchrun every process calls it; rank 0 prints, and all ranks end when one fails.
     """
-    with contextlib.ExitStack() as before_training:
-        before_training.enter_context(stopped_by_signals())
+    with stopped_by_signals():
         from opslot.distributed import destroy_parallel_state, fail_together
         from opslot.trainer.display import make_console
         from opslot.trainer.setup import start_processes, with_defaults
@@ -89,9 +88,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
                     start_processes(config)
             try:
                 with fail_together():
-                    trainer = _prepare(config, console)
-                    before_training.close()
-                    done = _train(trainer)
+                    done = _train(_prepare(config, console))
             except BaseException:
                 # Several processes leave their group to the exit: destroying it may wait for one that was killed.
                 if launched_world_size() == 1:

@@ -21,14 +21,27 @@ class StoppedBeforeTraining(KeyboardInterrupt):
         self.signal = number
 
 
-@contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise StoppedBeforeTraining. Does nothing outside of the main thread."""
+class _Stop:
+    """A signal handler.
 
-    def stop(number: int, _frame: Any) -> None:
+    Attributes:
+        before: the handlers before it.
+    """
+
+    def __init__(self, before: dict[signal.Signals, Any]) -> None:
+        self.before = before
+
+    def __call__(self, number: int, _frame: Any) -> None:
         raise StoppedBeforeTraining(number)
 
-    with _handled_by(stop):
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM raise StoppedBeforeTraining, until a StopRequest listens.
+
+    Does nothing outside of the main thread.
+    """
+    with _handled_by(_Stop(_handlers())):
         yield
 
 
@@ -49,7 +62,9 @@ def _handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def _handlers() -> dict[signal.Signals, Any]:
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Those before `stopped_by_signals`, whose own must not stay after training has started."""
+    found: dict[signal.Signals, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    return {n: handler.before[n] if isinstance(handler, _Stop) else handler for n, handler in found.items()}
 
 
 class StopRequest:
