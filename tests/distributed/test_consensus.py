@@ -27,6 +27,8 @@ with fail_together():
         if case in ("killed", "waited for"):
             os.kill(os.getpid(), 9)
         time.sleep(0.2)
+        if case == "stopped":
+            raise KeyboardInterrupt("SIGTERM")
         raise {"user": ConfigError, "defect": IndexError, "exit": SystemExit}[case](f"only rank {rank} sees this")
     elif case == "waited for":
         dist.barrier()
@@ -76,6 +78,14 @@ def test_other_ranks_exit_and_name_the_failed_rank(start, case, kind, culprit):
     assert f"opslot: rank {1 - culprit} stops: rank {culprit} failed: " in other
     assert message in other
     assert ("Traceback" in other) == (case != "user")
+    assert seconds < 30
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_other_ranks_name_a_rank_that_a_signal_stopped(start, culprit):
+    results, seconds = ended(start("stopped", culprit))
+    assert "KeyboardInterrupt: SIGTERM" in results[culprit][1]
+    assert results[1 - culprit] == (1, f"opslot: rank {1 - culprit} stops: rank {culprit} was stopped by SIGTERM\n")
     assert seconds < 30
 
 

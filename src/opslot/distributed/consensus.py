@@ -138,6 +138,8 @@ def fail_together() -> Iterator[None]:
     code 1, or raise OtherRankFailed with it if they have raised an exception themselves. If a rank is killed, one of
     the remaining ranks of its machine raises a ParallelError that names it. Without an exception, all ranks leave
     together. Does nothing in a single process.
+
+    A KeyboardInterrupt stays one on its rank, and ends the others like an exception.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -167,6 +169,13 @@ def fail_together() -> Iterator[None]:
             raise gone from error
         time.sleep(_LEAD_SECONDS)
         raise OtherRankFailed(first) from error
+    except KeyboardInterrupt as stop:
+        done.set()
+        watcher.join()
+        # A signal may reach one rank only.
+        message = f"rank {dist.get_rank()} was stopped by {stop if stop.args else 'SIGINT'}"
+        _publish(store, message, readers=dist.get_world_size() - 1)
+        raise
     finally:
         done.set()
         watcher.join()
