@@ -280,6 +280,22 @@ def test_signal_in_the_last_step_is_a_complete_run(train, monkeypatch):
     assert train()[0] == 0
 
 
+@pytest.mark.parametrize("step", [2, 4])
+def test_output_folder_that_is_deleted_during_the_run(train, monkeypatch, tmp_path, step):
+    class Delete(Callback):
+        def on_step_end(self, trainer, record):
+            if record.step == step:
+                shutil.rmtree(tmp_path / "out")
+
+    default = TextTrainer.default_callbacks
+    monkeypatch.setattr(TextTrainer, "default_callbacks", lambda self: [*default(self), Delete()])
+    code, out, err = train()
+    assert code == 0
+    assert "metrics.jsonl was deleted during the run; it is written again" in out + err
+    assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
+    assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["train"]["max_steps"] == 4
+
+
 def test_last_lines_show_how_to_load_the_model(train, tmp_path):
     _, out, _ = train()
     assert out.splitlines()[-2] == f"done: 4 steps; model, checkpoints and metrics are in {tmp_path / 'out'}"

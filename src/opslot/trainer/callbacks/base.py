@@ -19,6 +19,7 @@ class Trainer(Protocol):
     """What callbacks use of a `BaseTrainer`, where these members are documented."""
 
     config: RunConfig
+    model: Any
     device: torch.device
     output_dir: Path
     saver: CheckpointSaver

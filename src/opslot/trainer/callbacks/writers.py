@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from opslot._base.files import write_text
+from opslot._base.logging import get_logger
 from opslot.distributed import is_first_rank, on_first_rank
 from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
 from opslot.trainer.exports import export_folder, exported_step, place_export
+from opslot.trainer.output_folder import write_description
 from opslot.trainer.prompts import PromptValue, prompt_of
+
+logger = get_logger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 HF_FOLDER = "hf"
@@ -101,16 +105,40 @@ class MetricsCallback(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         path = trainer.output_dir / METRICS_FILE
         _keep_lines(path, trainer.step)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = _open_to_append(path)
 
     def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         due = record.step % trainer.config.train.logging.log_steps == 0 or record.step == trainer.max_steps
         if self._file is not None and (due or "eval_loss" in record.extra):
+            self._file = _restored(self._file, trainer)
             self._file.write(json.dumps(record.flat()) + "\n")
+
+    def on_train_end(self, trainer: Trainer, completed: bool) -> None:
+        if self._file is not None:
+            self._file = _restored(self._file, trainer)
 
     def close(self, trainer: Trainer) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _open_to_append(path: Path) -> IO[str]:
+    return path.open("a+", encoding="utf-8", buffering=1)
+
+
+def _restored(file: IO[str], trainer: Trainer) -> IO[str]:
+    """The file itself, or a new one with its lines if it was deleted, beside a new description of the run."""
+    path = trainer.output_dir / METRICS_FILE
+    if path.exists():
+        return file
+    file.seek(0)
+    lines = file.read()
+    file.close()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_description(trainer.output_dir, trainer.config, trainer.model)
+    write_text(path, lines)
+    logger.warning("%s was deleted during the run; it is written again", path)
+    return _open_to_append(path)
 
 
 class TensorBoardCallback(Callback):
