@@ -15,6 +15,8 @@ from opslot.models._own_loss import (
     why_not_causal,
 )
 from opslot.models._sequence.ulysses import _require_positions
+from opslot.models.parallelize import _warn_of_local_means, _warn_once
+from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config
 
 
@@ -158,3 +160,15 @@ def test_models_that_are_not_causal(name, arch, options, expected):
     with torch.device("meta"):
         model = getattr(transformers, name)(config)
     assert why_not_causal(model) == expected
+
+
+@pytest.mark.parametrize("arch", ["qwen2_audio", "qwen3"])
+def test_warning_on_several_ranks_where_the_loss_ignores_the_number_of_labels(arch, caplog):
+    model = random_model(tiny_config(arch)).eval()
+    model.register_forward_pre_hook(_warn_of_local_means, with_kwargs=True)
+    ids = random_ids(model.config)
+    _warn_once.cache_clear()
+    call_with_share_of_loss(model, {"input_ids": ids, "labels": ids}, num_items_in_batch=80)
+    assert not caplog.text
+    model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(80))
+    assert ("ignores num_items_in_batch" in caplog.text) == (arch == "qwen2_audio")

@@ -30,7 +30,7 @@ from opslot.models._multimodal.host_inputs import (
     reads_host_inputs,
 )
 from opslot.models._multimodal.modalities import alias_outputs, encode_in_forward, find_towers
-from opslot.models._own_loss import is_share_of_loss
+from opslot.models._own_loss import averages_its_own_labels, is_share_of_loss
 from opslot.models._registry import architecture_of
 from opslot.models._sequence.ulysses import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
@@ -225,17 +225,23 @@ def _warn_of_local_means(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     has_loss = kwargs.get("labels") is not None and not kwargs.get("return_log_probs")
-    if has_loss and kwargs.get("num_items_in_batch") is None and not is_share_of_loss():
-        _warn_once(class_name(model))
+    if not has_loss or is_share_of_loss():
+        return
+    if averages_its_own_labels(transformers_model(model)):
+        _warn_once(class_name(model), "its loss ignores num_items_in_batch", "multiply it by its share of the labels")
+    elif kwargs.get("num_items_in_batch") is None:
+        hint = "pass num_items_in_batch, a tensor: the labels of all ranks"
+        _warn_once(class_name(model), "was called with labels but without num_items_in_batch", hint)
 
 
 @functools.cache
-def _warn_once(name: str) -> None:
+def _warn_once(name: str, reason: str, hint: str) -> None:
     logger.warning(
-        "%s is trained on several ranks and was called with labels but without num_items_in_batch, so each rank's loss "
-        "is the mean over its own tokens, and the gradients are the sum of theirs; pass num_items_in_batch, a tensor: "
-        "the labels of all ranks",
+        "%s is trained on several ranks and %s, so each rank's loss is the mean over its own tokens, and the gradients "
+        "are the sum of theirs; %s",
         name,
+        reason,
+        hint,
     )
 
 
