@@ -32,6 +32,7 @@ from opslot.distributed.mixed_precision import (
     replicated_gradient_sync,
     takes_little_memory,
 )
+from opslot.distributed.module_dtypes import compute_in_dtype
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -125,6 +126,8 @@ def shard_model(
             hint="call init_parallel_state(group_of_one=True) first, start with torchrun, or use torch.autocast",
         )
     dtype = param_dtype if is_sharded else None
+    if param_dtype is not None:
+        compute_in_dtype(model, param_dtype)
     checkpoint_activations(model, activation_checkpointing, activation_offload, dtype)
     if compile:
         # Before FSDP, whose hooks stay outside of the graphs.

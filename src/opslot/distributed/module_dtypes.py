@@ -1,0 +1,79 @@
+"""Modules in which parameters in the dtype of the computation would meet tensors in another one.
+
+Transformers builds a model in bfloat16 with its buffers in bfloat16, and casts inputs to the dtype in its config.
+Mixed precision casts parameters and the inputs of the whole model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+# Their inputs and weights must have one dtype. What a layer projects, it has normalized before.
+_NORMS, _PROJECTIONS = (nn.LayerNorm, nn.GroupNorm), (nn.Linear, _ConvNd)
+
+
+def compute_in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let modules of a model that computes with parameters in `dtype` take what its forward makes in another dtype.
+
+    Norms, and linear layers and convolutions outside of layers, get inputs in `dtype`, also after buffers such as
+    positions. Batch norms compute in the dtype of their running statistics. Output layers stay as they are.
+    """
+    heads = set(_heads(model))
+    projections = {module for module in _outside_of_layers(model) if isinstance(module, _PROJECTIONS)}
+    for module in model.modules():
+        if module not in heads and (module in projections or isinstance(module, _NORMS)):
+            module.register_forward_pre_hook(partial(_cast_input, dtype))
+        if type(module).forward is _BatchNorm.forward and module.running_mean is not None:
+            module.forward = partial(_batch_norm, module)
+
+
+def _heads(model: nn.Module) -> Iterator[nn.Module]:
+    """Output layers and what is around them, and classifiers, beside a base model: fused losses take no hooks there."""
+    models: list[Any] = [module for module in model.modules() if _is_model(module)]
+    for owner in models:
+        output, children = owner.get_output_embeddings(), list(owner.children())
+        has_base = any(map(_is_model, children))
+        for child in (child for child in children if not _is_model(child)):
+            if (has_base and isinstance(child, nn.Linear)) or any(module is output for module in child.modules()):
+                yield from child.modules()
+
+
+def _is_model(module: Any) -> bool:
+    return hasattr(module, "get_output_embeddings")
+
+
+def _outside_of_layers(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _outside_of_layers(child)
+
+
+def _cast_input(dtype: torch.dtype, module: Any, args: tuple[Any, ...]) -> Any:
+    """Forward pre-hook. Weights are in another dtype where they are quantized."""
+    if not args or module.weight is None or module.weight.dtype != dtype:
+        return None
+    x = args[0]
+    is_other = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype
+    return (x.to(dtype), *args[1:]) if is_other else None
+
+
+def _batch_norm(norm: Any, x: Tensor) -> Tensor:
+    """The forward of a batch norm whose parameters have another dtype than its running statistics."""
+    norm._check_input_dim(x)
+    momentum = norm.momentum
+    if norm.training:
+        norm.num_batches_tracked.add_(1)
+        momentum = 1 / float(norm.num_batches_tracked) if momentum is None else momentum
+    mean, variance = norm.running_mean, norm.running_var
+    weight, bias = (None if p is None else p.to(mean.dtype) for p in (norm.weight, norm.bias))
+    outputs = batch_norm(x.to(mean.dtype), mean, variance, weight, bias, norm.training, momentum or 0.0, norm.eps)
+    return outputs.to(x.dtype)

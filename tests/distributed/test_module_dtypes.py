@@ -1,0 +1,67 @@
+"""Mixed precision of models whose forward makes tensors in float32: buffers, inputs of encoders, batch norms."""
+
+import pytest
+import torch
+
+import opslot
+from opslot.distributed import init_parallel_state
+from opslot.distributed.module_dtypes import compute_in_dtype
+from opslot.verify.media import media_samples
+from opslot.verify.random_model import random_ids, random_model
+from opslot.verify.tiny import tiny_config, tiny_configs
+
+# Positions in a buffer; a batch norm after frames that buffers normalize.
+NAMES = ("xglm", "granite_speech")
+
+
+def config_and_batch(name):
+    if name == "xglm":
+        ids = random_ids(tiny_config(name))
+        return tiny_config(name), {"input_ids": ids, "labels": ids}
+    samples = [(config, media_samples(random_model(config).eval()).batches) for config in tiny_configs(name)]
+    return next((config, batches["audio"]) for config, batches in samples if "audio" in batches)
+
+
+def loss_of(name, mode):
+    state = init_parallel_state(device_type="cpu")
+    config, batch = config_and_batch(name)
+    model = random_model(config).eval()
+    opslot.apply(model, "eager")
+    opslot.parallelize(model, state, data_parallel_mode=mode, param_dtype=torch.bfloat16)
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+    return loss.item()
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_computation_of_float32_buffers(ranks, name, mode):
+    config, batch = config_and_batch(name)
+    exact = random_model(config).eval()(**batch, use_cache=False).loss.item()
+    assert ranks.run(loss_of, name, mode) == pytest.approx([exact, exact], rel=0.02)
+
+
+@pytest.mark.parametrize("arch", ["bert", "llava", "qwen3"])
+def test_output_layers_keep_their_fused_loss(arch):
+    model = random_model(tiny_config(arch))
+    compute_in_dtype(model, torch.bfloat16)
+    head = model.get_output_embeddings()
+    around = [module for module in model.modules() if head in module.modules() and not hasattr(module, "config")]
+    assert head in around
+    assert not any(module._forward_pre_hooks for outer in around for module in outer.modules())
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_keeps_float32_statistics(momentum):
+    norms = [torch.nn.BatchNorm1d(4, momentum=momentum) for _ in range(2)]
+    compute_in_dtype(norms[0], torch.bfloat16)
+    for parameter in norms[0].parameters():
+        parameter.data = parameter.data.bfloat16()
+    for _ in range(2):
+        x = torch.randn(8, 4).bfloat16()
+        outputs = [norm(x.to(norm.weight.dtype)) for norm in norms]
+        assert outputs[0].dtype == torch.bfloat16
+        torch.testing.assert_close(outputs[0], outputs[1].bfloat16())
+    for name, buffer in norms[1].named_buffers():
+        assert torch.equal(norms[0].get_buffer(name), buffer)
