@@ -20,7 +20,7 @@ WITHOUT_HINT = {
     ("distributed/consensus.py", "fail_together"): "names the rank whose error has the hint, or that was killed",
     ("optim/selection.py", "_adamw_8bit"): INSIDE,
     ("patchgen/edited_module.py", "fail"): WRAPPED,
-    ("slots/binding.py", "resolve"): LIST,
+    ("slots/binding.py", "_resolve"): LIST,
     ("slots/binding.py", "_resolve_at"): INSIDE,
     ("slots/config.py", "__init__"): LIST,
     ("slots/profile.py", "_as_a_profile"): WRAPPED,

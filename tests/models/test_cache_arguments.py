@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import ParallelError
-from opslot.models._multimodal.conditional import _Layers
+from opslot.models._multimodal.conditional import ConditionalLayers
 from opslot.models._sequence.packed_documents import _add_positions
 from opslot.models._sequence.ulysses import _require_positions
 from opslot.models.unlimited_ocr.masks import reference_window_mask
@@ -65,7 +65,7 @@ def test_positions_are_not_added_after_a_cache(name):
 @named
 def test_layers_that_read_features_from_a_cache_are_not_skipped(name):
     decoder = Decoder()
-    layers = _Layers(decoder, {decoder.layer: {"features"}})
+    layers = ConditionalLayers(decoder, {decoder.layer: {"features"}})
     decoder(**{name: None})
     assert layers.skipped
     decoder(**{name: CACHE})
