@@ -1,5 +1,7 @@
 """Ranks whose batches have different modalities: none waits for the others, with the gradients of one process."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -176,9 +178,16 @@ def test_tower_without_smallest_input(ranks, name, checkpointing):
     assert_gradients_close(ranks.run(on_ranks_without_dummy, name, checkpointing), expected)
 
 
+def with_unused_layer():
+    """As in Janus, which generates images with layers that its loss does not read."""
+    model = random_model(tiny_config("qwen3"))
+    model.unused = torch.nn.ModuleList([copy.deepcopy(model.model.layers[0])])
+    return model
+
+
 def on_ranks_with_unused_layers():
     state = init_parallel_state(device_type="cpu")
-    model = random_model(tiny_config("janus"))
+    model = with_unused_layer()
     opslot.apply(model, "eager")
     opslot.parallelize(model, state, data_parallel_mode="fsdp2")
     for is_last in (False, True):
@@ -188,8 +197,7 @@ def on_ranks_with_unused_layers():
 
 
 def test_gradient_accumulation_with_layers_that_no_forward_uses(ranks):
-    """Janus generates images with layers that its loss does not read."""
-    model = random_model(tiny_config("janus"))
+    model = with_unused_layer()
     for last in (8, 8, 9, 9):
         step(model, batch([5, 6, 7, last]))
     assert_gradients_close(ranks.run(on_ranks_with_unused_layers), gradients(model))
