@@ -1,11 +1,18 @@
 """Mixed precision of models whose forward makes tensors in float32: buffers, inputs of encoders, batch norms."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import opslot
 from opslot.distributed import init_parallel_state
 from opslot.distributed.module_dtypes import compute_in_dtype
+from opslot.ops.patch_embed.linear import linear
+from opslot.ops.patch_embed.op import can_serve
+from opslot.slots import BoundKernel
 from opslot.verify.media import media_samples
 from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config, tiny_configs
@@ -65,3 +72,28 @@ def test_batch_norm_keeps_float32_statistics(momentum):
         torch.testing.assert_close(outputs[0], outputs[1].bfloat16())
     for name, buffer in norms[1].named_buffers():
         assert torch.equal(norms[0].get_buffer(name), buffer)
+
+
+def test_patch_embedding_keeps_its_kernel():
+    convolution = nn.Conv2d(3, 4, 2, stride=2).bfloat16()
+    model, x = nn.Sequential(convolution), torch.randn(2, 3, 4, 4)
+    compute_in_dtype(model, torch.bfloat16)
+    assert can_serve(BoundKernel("patch_embed", "standard", "linear", True, linear), convolution)
+    torch.testing.assert_close(linear(x, convolution.weight, convolution.bias), model(x))
+
+
+def test_parametrized_weight_is_computed_once_a_forward():
+    plain = nn.Sequential(spectral_norm(nn.Linear(4, 4)))
+    plain[0].parametrizations.weight[0]._v.copy_(torch.eye(4)[0])
+    cast = copy.deepcopy(plain).bfloat16()
+    compute_in_dtype(cast, torch.bfloat16)
+    plain.bfloat16()(torch.randn(2, 4).bfloat16())
+    assert cast(torch.randn(2, 4)).dtype == torch.bfloat16
+    assert torch.equal(plain[0].parametrizations.weight[0]._u, cast[0].parametrizations.weight[0]._u)
+
+
+def test_inputs_are_cast_in_a_compiled_graph():
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)).bfloat16()
+    compute_in_dtype(model, torch.bfloat16)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))

@@ -30,7 +30,7 @@ def compute_in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     projections = {module for module in _outside_of_layers(model) if isinstance(module, _PROJECTIONS)}
     for module in model.modules():
         if module not in heads and (module in projections or isinstance(module, _NORMS)):
-            module.register_forward_pre_hook(partial(_cast_input, dtype))
+            module.register_forward_pre_hook(_InputCast(dtype))
         if type(module).forward is _BatchNorm.forward and module.running_mean is not None:
             module.forward = partial(_batch_norm, module)
 
@@ -57,13 +57,23 @@ def _outside_of_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outside_of_layers(child)
 
 
-def _cast_input(dtype: torch.dtype, module: Any, args: tuple[Any, ...]) -> Any:
+class _InputCast:
     """Forward pre-hook. Weights are in another dtype where they are quantized."""
-    if not args or module.weight is None or module.weight.dtype != dtype:
-        return None
-    x = args[0]
-    is_other = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype
-    return (x.to(dtype), *args[1:]) if is_other else None
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if not args or not isinstance(x := args[0], Tensor) or not x.is_floating_point() or x.dtype == self.dtype:
+            return None
+        # Not `module.weight`: a parametrized one is computed each time it is read, in training with other buffers.
+        weight = next(module.parameters(), None)
+        return (x.to(self.dtype), *args[1:]) if weight is not None and weight.dtype == self.dtype else None
+
+
+def is_input_cast(hook: Any) -> bool:
+    """Whether a forward pre-hook is of `compute_in_dtype`. It does nothing to inputs in the weight's dtype."""
+    return isinstance(hook, _InputCast)
 
 
 def _batch_norm(norm: Any, x: Tensor) -> Tensor:

@@ -6,12 +6,18 @@ from typing import Any
 
 from torch.nn.modules import module as base
 
+from opslot.distributed.module_dtypes import is_input_cast
+
 
 def has_own_hooks(module: Any) -> bool:
-    """Whether hooks are registered on `module`, for its forward or its backward pass."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """Whether hooks are registered on `module`, for its forward or its backward pass.
+
+    Casts of inputs under mixed precision do not count: what replaces the call takes inputs in the weight's dtype, or
+    casts them.
+    """
+    if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return any(not is_input_cast(hook) for hook in module._forward_pre_hooks.values())
 
 
 def has_hooks(module: Any) -> bool:

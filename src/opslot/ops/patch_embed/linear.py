@@ -9,7 +9,10 @@ from opslot.ops._common.arguments import reject
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`op.standard` as one matmul with the weight as a matrix [D, C * patch], a view."""
+    """`op.standard` as one matmul with the weight as a matrix [D, C * patch], a view.
+
+    `x` is cast to the dtype of the weight, as the convolution's pre-hook does under mixed precision.
+    """
     patch, dims = weight.shape[2:], weight.dim() - 2
     if x.dim() == dims + 1:
         # As torch's convolutions, one input without N.
@@ -25,5 +28,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     for dim in reversed(range(dims)):
         x = x.narrow(2 + dim, 0, counts[dim] * patch[dim]).unflatten(2 + dim, (counts[dim], patch[dim]))
     x = x.permute(0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2))
-    out = F.linear(x.flatten(1 + dims), weight.flatten(1), bias)
+    out = F.linear(x.flatten(1 + dims).to(weight.dtype), weight.flatten(1), bias)
     return out.movedim(-1, 1)
