@@ -220,6 +220,25 @@ def test_method_of_another_kind_is_not_called() -> None:
     assert 0 < model.get_parameter("0.linear.weight").abs().max() <= 3**-0.5
 
 
+class SetsNoBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.others = nn.ModuleList([self.linear])
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 2)
+
+
+def test_module_held_twice_and_set_in_part_keeps_what_the_model_sets() -> None:
+    with torch.device("meta"):
+        model = SetsNoBias()
+    initialize_weights(model, 0)
+    assert torch.equal(model.linear.weight, torch.full((4, 3), 2.0))
+    assert 0 < model.linear.bias.abs().max() <= 3**-0.5
+
+
 @pytest.mark.parametrize("arch", ["apertus", "modernbert-decoder", "youtu"])
 def test_values_on_meta_are_those_of_transformers(arch: str) -> None:
     """xIELU's parameters, which only constructors compute, and embeddings tied to heads that have other values."""

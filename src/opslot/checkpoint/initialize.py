@@ -98,22 +98,29 @@ def initialize(
                 _spoil(place.tensors[name])
         for place in places if every_module else owners:
             draws.run(place.path, place.module, place.init)
-        if not every_module and (left := _left(owners, wanted)):
+        left = _left(owners, wanted)
+        if left and not every_module:
             # A model's function may set what modules below hold, as Falcon-H1's does.
             for place in places:
                 prefix = f"{place.path}." if place.path else ""
                 if not wanted.intersection(place.tensors) and any(name.startswith(prefix) for name in left):
                     draws.run(place.path, place.module, place.init)
-        for place in owners:
-            # Layers of torch that a model's function does not know, such as those of timm's encoders.
-            if _left([place], wanted):
-                draws.run(place.path, place.module, None)
-        if left := _left(owners, wanted):
+            left = _left(owners, left)
+        # Layers of torch that a model's function does not know, such as those of timm's encoders.
+        for place in [place for place in owners if left.intersection(place.tensors)]:
+            own = {name: local_tensor(tensor) for name, tensor in place.tensors.items() if name not in left}
+            values = {name: tensor.clone() for name, tensor in own.items()}
+            draws.run(place.path, place.module, None)
+            for name, tensor in own.items():
+                tensor.copy_(values[name])
+        if left := _left(owners, left):
+            torch.manual_seed(draws.seed)
             values = constructor_values(model, left)
             for tensors in (place.tensors for place in owners):
                 for name in values.keys() & tensors.keys():
                     local_tensor(tensors[name]).copy_(values[name][local_ranges(tensors[name])])
-    if left := _left(owners, wanted):
+            left = _left(owners, left)
+    if left:
         raise CheckpointError(
             list_problems(
                 f"tensors that the checkpoint lacks and the model cannot initialize by itself ({len(left)})",
@@ -137,7 +144,8 @@ def _untied(places: Iterable[_Place]) -> Iterator[None]:
     """Context in which tied parameters but the first have memory of their own: Transformers ties them after drawing."""
     tied: list[tuple[nn.Module, str, nn.Parameter]] = []
     seen: set[int] = set()
-    for module in (place.module for place in places):
+    # A module that several others hold has one place for each.
+    for module in dict.fromkeys(place.module for place in places):
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in seen:
                 tied.append((module, key, parameter))
@@ -150,10 +158,10 @@ def _untied(places: Iterable[_Place]) -> Iterator[None]:
             module._parameters[key] = parameter
 
 
-def _left(owners: Iterable[_Place], wanted: Collection[str]) -> list[str]:
+def _left(owners: Iterable[_Place], wanted: Collection[str]) -> set[str]:
     """Names of `wanted` that have no values yet."""
     named = itertools.chain.from_iterable(place.tensors.items() for place in owners)
-    return [name for name, tensor in named if name in wanted and _is_spoiled(tensor)]
+    return {name for name, tensor in named if name in wanted and _is_spoiled(tensor)}
 
 
 class _NeedsWhole(Exception):
