@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import opslot
@@ -224,3 +224,14 @@ def test_adapters_whose_own_names_are_renamed(tmp_path):
     adapters = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
     for name, tensor in adapters.items():
         torch.testing.assert_close(other.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_adapters_beside_others_that_the_model_has(tmp_path):
+    model, other = (AutoModelForCausalLM.from_config(tiny_config("qwen3")) for _ in range(2))
+    add_adapter(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    save_adapter(model, tmp_path / "adapter")
+    inject_adapter_in_model(LoraConfig(r=3, target_modules=["q_proj", "v_proj"]), other, "other")
+    load_adapter(other, tmp_path / "adapter")
+    name = "model.layers.0.self_attn.q_proj.lora_B.default.weight"
+    assert torch.equal(other.get_parameter(name), model.get_parameter(name))

@@ -217,15 +217,16 @@ def load_adapter(model: Any, folder: str | Path) -> None:
             found=f"no module for {result.unexpected_keys[0]} and {len(result.unexpected_keys) - 1} others",
             hint="give the model that they were trained on",
         )
-    # Beside the weights of the base model.
-    missing = [name for name in result.missing_keys if "lora_" in name or ".modules_to_save." in name]
+    # Beside the weights of the base model and of other adapters.
+    own = re.compile(rf"\.(lora_\w+|modules_to_save)\.{ADAPTER}(\.|$)")
+    missing = [name for name in result.missing_keys if own.search(name)]
     if missing:
         raise CheckpointError(
             f"the adapters in {str(folder)!r} are incomplete",
             found=f"no values for {missing[0]} and {len(missing) - 1} others",
             hint=f"copy or download {ADAPTER_WEIGHTS} again, with the {ADAPTER_CONFIG} that it was saved with",
         )
-    scales = {path: layer.scaling[ADAPTER] for path, layer in adapter_layers(model)}
+    scales = {path: layer.scaling[ADAPTER] for path, layer in adapter_layers(model) if ADAPTER in layer.scaling}
     if wrong := [path for path, scale in scales.items() if not math.isfinite(scale)]:
         raise CheckpointError(
             f"the adapters in {str(folder)!r} have no finite scale",
