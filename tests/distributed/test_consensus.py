@@ -1,5 +1,6 @@
 """If one rank fails, the others exit and the user sees its error."""
 
+import errno
 import json
 import time
 
@@ -167,3 +168,10 @@ def test_all_ranks_are_waited_for(ranks, tmp_path):
 def test_fail_together_does_nothing_in_a_single_process():
     with pytest.raises(KeyError, match="mine"), fail_together():
         raise KeyError("mine")
+
+
+@pytest.mark.parametrize(("number", "shown"), [(errno.ENOSPC, "[Errno 28] no space"), (errno.ENOENT, "give a folder")])
+def test_only_a_full_disk_replaces_the_message_of_the_error_after_it(number, shown):
+    error = RuntimeError("give a folder")
+    error.__context__ = OSError(number, "no space")
+    assert consensus.root_cause(error) == shown

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import sys
@@ -30,6 +31,7 @@ from opslot._base.launcher import killed_launcher
 from opslot.distributed._peers import LocalPeers
 
 T = TypeVar("T")
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RankError(ParallelError):
@@ -113,9 +115,10 @@ def root_cause(error: BaseException) -> str:
         rank, first = next(iter(sorted(failures.items())))
         cause = root_cause(first[0] if isinstance(first, tuple) else first)
         return f"rank {rank}: {cause}" if has_process_group() else cause
-    if type(error) is RuntimeError and isinstance(error.__context__, OSError):
-        # Of a full disk: torch's zip writer raises an error of its own while it handles this one.
-        return str(error.__context__)
+    before = error.__context__
+    if type(error) is RuntimeError and isinstance(before, OSError) and before.errno in _FULL_DISK:
+        # torch's zip writer raises an error of its own while it handles this one.
+        return str(before)
     return str(error) or type(error).__name__
 
 
