@@ -11,6 +11,7 @@ import transformers
 import opslot.ops
 from opslot._base.device import CPU
 from opslot.models.discovery import discover
+from opslot.ops._common.model_config import layer_config
 from opslot.patchgen.lock import Lock, lock_path
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 from opslot.slots.protocol import walk_slots
@@ -53,3 +54,8 @@ def test_static_shapes_of_layers_that_differ():
         widths |= {sizes["head_dim"]} if op_name == "rotary_pos_emb" and sizes else set()
     assert widths == {layer.self_attn.head_dim for layer in model.model.language_model.layers}
     assert len(widths) == 2
+
+
+def test_layers_of_an_encoder_beyond_those_of_the_language_model():
+    config = tiny_config("gemma4").get_text_config()
+    assert layer_config(config, config.num_hidden_layers) is config

@@ -25,8 +25,12 @@ def language_config(config: Any) -> Any:
 
 
 def layer_config(config: Any, index: int) -> Any:
-    """The config of a layer of a model whose layers differ, such as Gemma 4's; `config` of others."""
-    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+    """The config of a layer of a model whose layers differ, such as Gemma 4's; `config` of others.
+
+    An encoder of images may have more layers than the language model.
+    """
+    has_own = getattr(config, "is_heterogeneous", False) and index < len(config.per_layer_config)
+    return config.per_layer_config[index] if has_own else config
 
 
 def activation_width(request: KernelRequest, *projections: str) -> dict[str, int] | None:
