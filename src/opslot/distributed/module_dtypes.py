@@ -31,7 +31,8 @@ def compute_in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if module not in heads and (module in projections or isinstance(module, _NORMS)):
             module.register_forward_pre_hook(_InputCast(dtype))
-        if type(module).forward is _BatchNorm.forward and module.running_mean is not None:
+        is_plain = type(module).forward is _BatchNorm.forward and "forward" not in module.__dict__
+        if is_plain and module.running_mean is not None:
             module.forward = partial(_batch_norm, module)
 
 
