@@ -54,7 +54,8 @@ def _is_model(module: Any) -> bool:
 def _outside_of_layers(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
-        if not isinstance(child, nn.ModuleList):
+        # torch reads the weights of MultiheadAttention's layer without calling it.
+        if not isinstance(child, nn.ModuleList | nn.MultiheadAttention):
             yield from _outside_of_layers(child)
 
 

@@ -26,7 +26,8 @@ def export_folder(output_dir: Path, name: str) -> Path:
 def place_export(output_dir: Path, name: str, new: Path, step: int) -> None:
     """Give the folder `new` of the model after `step` the name `name`, with the user's files of the old export.
 
-    A kill at any time leaves the old export or the new one, and the user's files, which the next export finds.
+    A kill at any time leaves the old export, there or beside it, or the new one; the next export finds the user's
+    files.
     """
     final, recorded = export_folder(output_dir, name), _recorded(output_dir)
     old = final.with_name(f".discarded-{final.name}")
