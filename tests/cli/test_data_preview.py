@@ -158,7 +158,7 @@ def test_generate_with_adapters_takes_the_tokenizer_of_the_base(model, adapter, 
     [
         ("adapter_config.json, not JSON", "adapter_config.json is not valid JSON"),
         ("adapter_config.json, a list", "adapter_config.json is not a config of adapters"),
-        ("adapter_config.json, a base that is no text", "found: base_model_name_or_path is not text"),
+        ("adapter_config.json, a base that is a number", "found: base_model_name_or_path is not text"),
         (
             "adapter_config.json, alpha NaN",
             "have no finite scale\n  found: lora_alpha",
@@ -178,7 +178,7 @@ def test_merge_rejects_damaged_adapters(adapter, tmp_path, capsys, damage, messa
             config.write_text("{")
         case "a list":
             config.write_text("[]")
-        case "a base that is no text":
+        case "a base that is a number":
             config.write_text(json.dumps(whole | {"base_model_name_or_path": 3}))
         case "alpha NaN":
             config.write_text(json.dumps(whole | {"lora_alpha": math.nan}))

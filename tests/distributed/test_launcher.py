@@ -106,7 +106,8 @@ def test_signal_ends_a_rank_that_waits_for_another(rank: str, forks, free_port, 
     run = forks.start(script, str(tmp_path / "ready"), env=env)
     try:
         wait_until((tmp_path / "ready").exists, 90)
-        time.sleep(0.5)
+        client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        wait_until(lambda: client.add("opslot/started/0", 0) == 1, 90)
         os.kill(run.pid, signal.SIGTERM)
         assert run.wait(20) == 7
     finally:

@@ -49,14 +49,22 @@ def test_bfloat16_computation_of_float32_buffers(ranks, name, mode):
     assert ranks.run(loss_of, name, mode) == pytest.approx([exact, exact], rel=0.02)
 
 
+def calls_of_fused_loss(arch, mode):
+    state = init_parallel_state(device_type="cpu")
+    config = tiny_config(arch)
+    ids = random_ids(config)
+    model = random_model(config)
+    opslot.apply(model, {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"})
+    opslot.parallelize(model, state, data_parallel_mode=mode, param_dtype=torch.bfloat16)
+    with opslot.trace() as trace:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return [kernel for op, kernel in trace.by_op() if op.startswith("cross_entropy_loss")]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("arch", ["bert", "llava", "qwen3"])
-def test_output_layers_keep_their_fused_loss(arch):
-    model = random_model(tiny_config(arch))
-    compute_in_dtype(model, torch.bfloat16)
-    head = model.get_output_embeddings()
-    around = [module for module in model.modules() if head in module.modules() and not hasattr(module, "config")]
-    assert head in around
-    assert not any(module._forward_pre_hooks for outer in around for module in outer.modules())
+def test_output_layers_keep_their_fused_loss(ranks, arch, mode):
+    assert ranks.run(calls_of_fused_loss, arch, mode) == [["chunk_loss"]] * 2
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -202,6 +202,8 @@ def load_adapter(model: Any, folder: str | Path) -> None:
         add_adapter(model, PeftConfig.from_pretrained(str(folder)))
         tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
         result: Any = set_peft_model_state_dict(model, tensors, ADAPTER)
+    except torch.OutOfMemoryError:
+        raise
     # Of PEFT's constructors, and of damaged files.
     except Exception as error:
         raise CheckpointError(

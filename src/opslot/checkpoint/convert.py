@@ -76,12 +76,13 @@ def convert_folder(
         raise CheckpointError(
             f"{str(destination)!r} exists and is not an empty folder", hint="give another destination"
         )
+    known = _meta_model(source, config)
     source_keys = list(entries)
     shapes = {name: entry.shape for name, entry in entries.items()}
     experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(config))
     if not experts:
         # Such as Mixtral's, whose projections are called w1, w2 and w3.
-        own = _model_names(source, config, shapes)
+        own = _model_names(known, shapes)
         entries = {own.get(name, name): entry for name, entry in entries.items()}
         shapes = {name: entry.shape for name, entry in entries.items()}
         experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(config))
@@ -102,7 +103,7 @@ def convert_folder(
             found=f"no {min(experts).rpartition('.')[0]}.*.gate_proj.weight",
             hint="use the checkpoint as it is",
         )
-    if layout != "transposed" and _reads_transposed(source, config, shapes, experts):
+    if layout != "transposed" and _reads_transposed(known, shapes, experts):
         raise CheckpointError(
             f"the experts of {config['architectures'][0]} are transposed in the model, which reads no other layout",
             found=f"layout {layout!r}",
@@ -110,7 +111,7 @@ def convert_folder(
         )
     model, slices = _map(source, entries, experts)
     outputs = outputs_for(model.targets, experts, layout)
-    if (known := _meta_model(source, config)) is not None:
+    if known is not None:
         hub = HubFormat(known)
         if layout == "per_expert":
             outputs = _with_hub_names(outputs, hub, known)
@@ -125,19 +126,17 @@ def convert_folder(
     return destination
 
 
-def _reads_transposed(source: Path, config: dict[str, Any], shapes: Shapes, experts: Shapes) -> bool:
+def _reads_transposed(model: Any, shapes: Shapes, experts: Shapes) -> bool:
     """Whether experts are transposed both in a checkpoint and in Transformers' model of it, as in Llama 4."""
     transposed = next((name for name, shape in experts.items() if tuple(shapes.get(name, shape)) != tuple(shape)), None)
-    if transposed is None:
+    if transposed is None or model is None:
         return False
-    model = _meta_model(source, config)
-    own = model.state_dict().get(transposed) if model is not None else None
+    own = model.state_dict().get(transposed)
     return own is not None and own.shape == tuple(shapes[transposed])
 
 
-def _model_names(source: Path, config: dict[str, Any], shapes: Shapes) -> Mapping[str, str]:
+def _model_names(model: Any, shapes: Shapes) -> Mapping[str, str]:
     """The names in Transformers' model, or per expert, of source keys that only have another name there."""
-    model = _meta_model(source, config)
     names = hub_names(model, shapes) if model is not None else None
     return {} if names is None else names.copied
 

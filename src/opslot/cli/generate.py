@@ -57,15 +57,14 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(options.seed)
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature > 0 else None
     common: dict[str, Any] = {"system": options.system, "device": target, "sampling": sampling}
-    as_processor, chat = has_processor(model), False if options.raw else None
+    of_text = {"chat": False if options.raw else None, "as_processor": has_processor(model), **common}
     with torch.no_grad():
         for prompt in prompts:
             try:
                 if encoder is not None:
                     answer = answer_about_media(loaded, encoder, prompt, media, options.max_new_tokens, **common)
                 else:
-                    common |= {"chat": chat, "as_processor": as_processor}
-                    (answer,) = generate_answers(loaded, tokenizer, [prompt], options.max_new_tokens, **common)
+                    (answer,) = generate_answers(loaded, tokenizer, [prompt], options.max_new_tokens, **of_text)
             except SampleError as error:
                 given = ", ".join(path for _, path in media)
                 hint = "give files that this model takes" if media else "correct the chat template, or pass --raw"
@@ -165,11 +164,15 @@ def _corrected(model: Any) -> Any:
 
 
 def _transformers_model(base: str, config: Any, trust_remote_code: bool) -> Any:
+    import torch
+
     try:
         # Not of a folder with adapters: Transformers adds them without the magnitudes of DoRA.
         model, info = _auto_class(config).from_pretrained(
             base, trust_remote_code=trust_remote_code, local_files_only=True, dtype="auto", output_loading_info=True
         )
+    except torch.OutOfMemoryError:
+        raise
     # Of any model's constructor, and of damaged files.
     except Exception as error:
         found = (str(error) or type(error).__name__).splitlines()[0]

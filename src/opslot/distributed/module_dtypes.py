@@ -24,31 +24,15 @@ def compute_in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Let modules of a model that computes with parameters in `dtype` take what its forward makes in another dtype.
 
     Norms, and linear layers and convolutions outside of layers, get inputs in `dtype`, also after buffers such as
-    positions. Batch norms compute in the dtype of their running statistics. Output layers stay as they are.
+    positions. Batch norms compute in the dtype of their running statistics.
     """
-    heads = set(_heads(model))
     projections = {module for module in _outside_of_layers(model) if isinstance(module, _PROJECTIONS)}
     for module in model.modules():
-        if module not in heads and (module in projections or isinstance(module, _NORMS)):
+        if module in projections or isinstance(module, _NORMS):
             module.register_forward_pre_hook(_InputCast(dtype))
         is_plain = type(module).forward is _BatchNorm.forward and "forward" not in module.__dict__
         if is_plain and module.running_mean is not None:
             module.forward = partial(_batch_norm, module)
-
-
-def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Output layers and what is around them, and classifiers, beside a base model: fused losses take no hooks there."""
-    models: list[Any] = [module for module in model.modules() if _is_model(module)]
-    for owner in models:
-        output, children = owner.get_output_embeddings(), list(owner.children())
-        has_base = any(map(_is_model, children))
-        for child in (child for child in children if not _is_model(child)):
-            if (has_base and isinstance(child, nn.Linear)) or any(module is output for module in child.modules()):
-                yield from child.modules()
-
-
-def _is_model(module: Any) -> bool:
-    return hasattr(module, "get_output_embeddings")
 
 
 def _outside_of_layers(module: nn.Module) -> Iterator[nn.Module]:

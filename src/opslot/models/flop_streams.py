@@ -36,7 +36,7 @@ def streams_of(modules: dict[str, Any], output: Any) -> Iterator[tuple[str, str 
         embeds_text = owner is not None and any(isinstance(child, nn.Embedding) for child in models[owner].children())
         if beside and kinds and (holds_text or not embeds_text):
             tower = FRAMES if FRAMES in kinds and (PATCHES not in kinds or "audio" in path.lower()) else PATCHES
-        elif beside and holds_text and _MEDIA.search(path):
+        elif beside and holds_text and _MEDIA.search(path.removeprefix(f"{owner}.")):
             tower = FRAMES if "audio" in path.lower() else PATCHES
         elif tower == TOKENS:
             inner = around if owner is None else around[: around.index(owner)]

@@ -68,7 +68,7 @@ class EditedModule:
         return found
 
     def is_excluded(self, symbol: str, edit: Edit) -> bool:
-        """Whether an edit before this one excluded the symbol's class; raises where there is no such symbol."""
+        """Whether an edit before this one excluded the symbol's class; raises for a symbol that does not exist."""
         if self.find(symbol) is not None:
             return False
         owner = symbol.split(".")[0]
