@@ -247,8 +247,10 @@ def logged_warnings():
     import logging
 
     from opslot.distributed import init_parallel_state
-    from opslot.models.parallelize import parallelize
+    from opslot.models.parallelize import _warn_once, parallelize
 
+    # Other tests ran in this process.
+    _warn_once.cache_clear()
     model = parallelize(tiny.build("qwen3"), init_parallel_state(device_type="cpu"))
     batch, counts, lines = tiny.rows(0), [], []
     handler = logging.Handler()
