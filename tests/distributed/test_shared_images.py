@@ -98,6 +98,14 @@ def test_images_that_attend_to_each_other_are_not_shared(monkeypatch):
     assert not can_share_images(other, "get_image_features")
 
 
+@pytest.mark.parametrize("method", ["get_image_features", "get_video_features"])
+def test_images_with_features_for_several_layers_are_shared(method):
+    """Those of one layer were compared with another layer's, so that no published Qwen3-VL shared images."""
+    config = tiny_config("qwen3_vl")
+    config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 3, [0, 1, 2]
+    assert can_share_images(feature_module(random_model(config)), method)
+
+
 @pytest.mark.parametrize("name", ["blip-2", "llama4"])
 def test_images_with_nested_or_internal_outputs_are_shared(name):
     assert can_share_images(feature_module(random_model(tiny_config(name))), "get_image_features")

@@ -172,11 +172,17 @@ def _outputs(probe: Probe, inputs: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _read(outputs: Any) -> list[Tensor]:
-    """The tensors in outputs without internal states; of a sequence, which has one for each image, they are joined."""
+    """The tensors in outputs without internal states; those of a sequence, which has one for each image, are joined."""
     if isinstance(outputs, Mapping):
-        return [x for name, value in outputs.items() if name not in INTERNAL_STATES for x in _read(value)]
+        return [x for name, value in outputs.items() if name not in INTERNAL_STATES for x in _of_layers(name, value)]
     parts = [x.flatten(0, -2) for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
     return [torch.cat(parts)] if parts else []
+
+
+def _of_layers(name: str, value: Any) -> list[Tensor]:
+    """The tensors of an output. A sequence has one for each image in `pooler_output`, in others for each layer."""
+    is_of_layers = name != "pooler_output" and isinstance(value, list | tuple)
+    return [x for layer in value for x in _read(layer)] if is_of_layers else _read(value)
 
 
 def share_images(
