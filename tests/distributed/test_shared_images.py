@@ -13,6 +13,7 @@ from opslot.distributed import init_parallel_state, shard_sequence
 from opslot.models._multimodal import sequence as multimodal_sequence
 from opslot.models._multimodal.images import visual_inputs
 from opslot.models._multimodal.modalities import feature_module, features_of, find_towers
+from opslot.models._multimodal.probe import Probe
 from opslot.models._multimodal.shared_images import _bounds, can_share_frames, can_share_images
 from opslot.verify.media import media_samples, pack, with_common_divisor
 from opslot.verify.random_model import random_model, train_step, worst_difference
@@ -166,3 +167,13 @@ def test_parts_are_contiguous_and_balanced(patches, ranks, most):
     assert (bounds[0], bounds[-1]) == (0, len(patches))
     assert bounds == sorted(bounds)
     assert max(sum(patches[start:stop]) for start, stop in pairwise(bounds)) == most
+
+
+def test_probed_layers_of_one_form_share_their_weights():
+    """Encoders may have billions of parameters, and every rank tries their inputs on its CPU."""
+    config = tiny_config("qwen3_vl")
+    config.vision_config.depth = 3
+    blocks = Probe(feature_module(random_model(config)), "get_image_features").model.visual.blocks
+    parameters = list(blocks[0].parameters())
+    assert all(p.isfinite().all() for p in parameters)
+    assert all(a is b for a, b in zip(parameters, blocks[2].parameters(), strict=True))

@@ -19,6 +19,9 @@ from opslot.slots.protocol import derived_from
 
 Inputs = dict[str, Tensor]
 
+# A prime number, so that rows of a weight do not repeat those before them.
+_SAMPLE = 1_048_573
+
 _found: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -73,9 +76,42 @@ def count_features(outputs: Any) -> int:
 
 def _copy(holder: Any) -> Any:
     model = meta_copy(holder)
-    model.to_empty(device="cpu")
+    _materialize(model)
+    # Of what is left, the buffers.
     model.initialize_weights()
     return model.eval()
+
+
+@torch.no_grad()
+def _materialize(model: nn.Module) -> None:
+    """Move a model from the meta device to the CPU, with random parameters. What modules share stays shared.
+
+    An encoder may have billions of parameters, so their values repeat those of one small sample.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sample = 0.02 * torch.randn(_SAMPLE, generator=generator)
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        tensors: Any
+        for tensors in (module._parameters, module._buffers):
+            for name, x in tensors.items():
+                if x is not None:
+                    tensors[name] = made[x] if x in made else made.setdefault(x, _materialized(x, name, sample))
+
+
+def _materialized(x: Tensor, name: str, sample: Tensor) -> Tensor:
+    empty = torch.empty_like(x, device="cpu")
+    if not isinstance(x, nn.Parameter):
+        return empty
+    if x.is_floating_point():
+        for part in empty.view(-1).split(len(sample)):
+            part.copy_(sample[: len(part)])
+        if x.dim() == 1 and name == "weight":
+            # Those of norms.
+            empty += 1
+    parameter = nn.Parameter(empty, x.requires_grad)
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return parameter
 
 
 def meta_copy(holder: Any) -> Any:

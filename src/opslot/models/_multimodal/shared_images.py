@@ -138,16 +138,12 @@ def can_share_frames(holder: Any, method: str) -> bool:
 
 
 def _random_inputs(probe: Probe, sizes: Sequence[Size]) -> tuple[dict[str, Any], _Images] | None:
-    """Inputs with random pixels, for weights with noise; None where the method does not take them."""
+    """Inputs with random pixels; None where the method does not take them."""
     inputs = visual_inputs(probe.model, probe.method, sizes)
     images = _images(inputs) if inputs is not None else None
     if inputs is None or images is None:
         return None
     generator = torch.Generator().manual_seed(0)
-    # In training mode, dropout would make the outputs random.
-    for parameter in probe.model.eval().parameters():
-        # Embeddings of time may be initialized to zero.
-        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
     pixels = {n: torch.randn(x.shape, generator=generator) for n, x in images.tensors.items() if x.is_floating_point()}
     return {**inputs, **pixels}, replace(images, tensors={**images.tensors, **pixels})
 
