@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, masking_
 import opslot
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
+from opslot._base.host_values import remember_source
 from opslot.ops._common.documents import longest_document
 from opslot.ops.attention import masks, op
 from opslot.ops.attention.layout import split_documents
@@ -376,6 +377,16 @@ def test_longest_document_of_a_tensor_in_a_compiled_graph():
     """Dynamo cannot look up in a dictionary what it has not seen outside the graph."""
     longest = torch.compile(lambda x: longest_document(x.cumsum(0), 7), fullgraph=True, backend="eager")
     assert longest(torch.arange(3)) == 7
+
+
+def test_longest_document_in_a_compiled_graph_is_read_on_the_host():
+    """A graph break in each layer of a vision tower made compiled ones slower than others."""
+    compiled = torch.compile(lambda x: x.sum() + longest_document(x, x.max()), fullgraph=True, backend="eager")
+    for lengths in ([3, 2], [1, 4], [2, 6, 1]):
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        copy = bounds.clone()
+        remember_source(copy, bounds)
+        assert compiled(copy) == bounds.sum() + max(lengths)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -535,3 +536,20 @@ def test_family_on_a_gpu_without_synchronization(name):
     keep_inputs_on_host(model)
     call = moved(batch, "cuda", torch.bfloat16)
     assert_no_synchronization(model, call, use_cache=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_compiled_layers_on_a_gpu_are_whole_graphs(name):
+    """Those of towers, whose lengths of images are in no Python number, too."""
+    model, batch = family(name)
+    model.to("cuda", torch.bfloat16)
+    opslot.apply(model, "auto")
+    keep_inputs_on_host(model)
+    opslot.parallelize(model, compile=True)
+    torch._dynamo.reset()
+    counters.clear()
+    model(**moved(batch, "cuda", torch.bfloat16), use_cache=False).logits.sum().backward()
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"]

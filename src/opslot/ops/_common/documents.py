@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opslot._base.boundaries import BOUNDARIES, offsets_of
-from opslot._base.host_values import host_values
+from opslot._base.host_values import largest_step
 from opslot._base.source import method_parameters, takes_text_axis
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import reject
@@ -70,8 +70,10 @@ def longest_document(cu_seqlens: Tensor, given: int | Tensor | None = None) -> i
     """
     if given is not None and not isinstance(given, Tensor):
         return given
-    known = host_values(cu_seqlens)
-    return int(known.diff().max() if given is None or known is not cu_seqlens else given)
+    known = largest_step(cu_seqlens)
+    if known is None:
+        known = int(cu_seqlens.diff().max() if given is None else given)
+    return known
 
 
 def one_row(x: Tensor) -> Tensor:
