@@ -213,3 +213,35 @@ def test_named_kernel_has_no_logits_for_a_tuple():
     assert model.eval() is model
     with torch.no_grad():
         assert model(**batch, use_cache=False, return_dict=False)[1].shape == logits.shape
+
+
+def _encoder_decoder():
+    from transformers import EncoderDecoderConfig, EncoderDecoderModel
+
+    encoder, decoder = tiny_config("bert"), tiny_config("bert")
+    decoder.is_decoder = decoder.add_cross_attention = True
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return EncoderDecoderModel(config)
+
+
+def _classifier():
+    from transformers import LlamaForTokenClassification
+
+    return LlamaForTokenClassification(tiny_config("llama"))
+
+
+def _double_heads():
+    from transformers import GPT2DoubleHeadsModel
+
+    return GPT2DoubleHeadsModel(tiny_config("gpt2"))
+
+
+@pytest.mark.parametrize("make", [_encoder_decoder, _classifier, _double_heads])
+def test_forward_that_ignores_the_argument_raises(make):
+    model = make().eval()
+    opslot.apply(model)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ConfigError, match=f"{type(model).__name__} cannot return log_probs"):
+        model(input_ids=ids, labels=ids, return_log_probs=True)
+    assert opslot.restore(model)(input_ids=ids, labels=ids, return_log_probs=True).loss is not None

@@ -81,6 +81,7 @@ def apply(
     for module, _, new in moves:
         if hasattr(new, ADOPT):
             getattr(module, ADOPT)()
+    from opslot.models._hooks import require_log_probs
     from opslot.models._multimodal.host_inputs import keep_inputs_on_host, reads_host_inputs
     from opslot.models._multimodal.modalities import keep_documents_from_towers
     from opslot.models._sequence.by_document import give_documents
@@ -91,6 +92,7 @@ def apply(
     keep_documents_from_towers(model)
     give_documents(model)
     separate_documents(model)
+    require_log_probs(model)
     return report
 
 

@@ -7,11 +7,30 @@ from typing import Any
 
 from torch import nn
 
+from opslot._base.errors import ConfigError
+from opslot.slots.bind import config_holders
+
 
 def add_pre_hook(module: nn.Module, hook: Callable[..., Any], *, prepend: bool = False) -> None:
     """Register a forward pre-hook that gets keyword arguments, unless the module has it."""
     if hook not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
+
+
+def require_log_probs(model: nn.Module) -> None:
+    """Let models whose forward ignores `return_log_probs`, such as encoders and classifiers, raise for it."""
+    for holder in [*config_holders(model)] or [model]:
+        if _check_log_probs not in holder._forward_hooks.values():
+            holder.register_forward_hook(_check_log_probs, with_kwargs=True)
+
+
+def _check_log_probs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if kwargs.get("return_log_probs") and getattr(output, "log_probs", None) is None:
+        raise ConfigError(
+            f"{type(module).__name__} cannot return log_probs",
+            found="its forward ignores return_log_probs",
+            hint="compute them from its logits",
+        )
 
 
 def remove_hooks(model: nn.Module) -> None:
