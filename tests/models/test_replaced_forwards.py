@@ -187,6 +187,22 @@ def test_hooks_of_accelerate_call_the_forward_that_reads_slots(arch):
     torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=0, atol=0)
 
 
+def test_replaced_forward_calls_one_with_super():
+    """Transformers' tensor parallelism replaces the forward of each module by one that calls the original."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **SIZES)).eval()
+    expected = model(input_ids=IDS).logits
+    embedding = model.get_input_embeddings()
+    cls, original = type(embedding), embedding.forward
+    embedding.forward = lambda ids: original(ids)
+    for _ in range(2):
+        opslot.apply(model, NAMED)
+        assert type(embedding).__module__ == "opslot.generated.gemma3"
+        torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+    opslot.restore(model)
+    assert type(embedding) is cls
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=0, atol=0)
+
+
 def test_experts_whose_forward_was_replaced_before_apply_are_not_sharded():
     """Their slot is not read, and so tokens would not be dispatched."""
     model = random_model(tiny_config("qwen3_moe"))

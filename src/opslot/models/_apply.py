@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, list_problems
 from opslot._base.logging import get_logger
-from opslot.models._own_classes import binds, class_made_from, overridden, own_slots, with_slots
+from opslot.models._own_classes import (
+    binds,
+    class_made_from,
+    for_replaced_forward,
+    overridden,
+    own_slots,
+    with_slots,
+)
 from opslot.models._registry import architecture_of
 from opslot.patchgen.names import architecture_in
 from opslot.patchgen.own_code import has_own_kernels
@@ -198,6 +205,7 @@ def _give_class(module: Any, old: type, new: type) -> None:
         _record_outputs_of(module)
     problem = overridden(new)
     if "forward" in module.__dict__ and not _move_hooked_forward(module, old, new):
+        module.__class__ = for_replaced_forward(new)
         problem = f"forward was replaced on this instance before opslot.apply, by {replaced_by(module)}"
     set_replaced_forward(module, problem)
 

@@ -31,6 +31,7 @@ from opslot.slots.protocol import (
     changed_classes,
     derived_from,
     is_generated_for,
+    original_of,
     set_derived_from,
     slot_attribute,
 )
@@ -208,6 +209,23 @@ def _with_methods(cls: type, generated: type, methods: tuple[tuple[str, Any], ..
         for attribute in (BY_DOCUMENT, ON_GLOBAL_SEQUENCES, TAKES_EARLIER_TOKENS):
             setattr(made, attribute, None)
     return made
+
+
+def for_replaced_forward(generated: type) -> type:
+    """The generated class for an instance whose forward was replaced.
+
+    What replaced it may call the forward of the original class, where `super()` fails in instances of other classes.
+    """
+    original: Any = original_of(generated)
+    if original is None or issubclass(generated, original):
+        return generated
+    code = getattr(inspect.unwrap(original.forward), "__code__", None)
+    return _with_original(generated, original) if code is None or "__class__" in code.co_freevars else generated
+
+
+@cache
+def _with_original(generated: type, original: type) -> type:
+    return type(generated.__name__, (generated, original), {"__module__": generated.__module__})
 
 
 def _replaced(method: str) -> str:
