@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from opslot._base.errors import DataError
 from opslot.data.config import DataConfig
+from opslot.data.labels import LabelEncoder, find_label_names
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.parse import to_yaml
@@ -361,6 +364,21 @@ def save_to_disk(folder, rows, features=None):
     files = [{"filename": f"data-{number:05d}-of-00002.arrow"} for number in range(2)]
     (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": None}))
     (folder / "dataset_info.json").write_text("{}")
+
+
+def test_large_number_is_not_a_class(tokenizer, tmp_path):
+    file = tmp_path / "labels.jsonl"
+    file.write_text('{"text": "a", "label": 1000000}\n{"text": "b", "label": 3}\n')
+    encoder = LabelEncoder(tokenizer, 64)
+    encoder.inspect(file, "auto", [])
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="1,000,001 different labels"):
+            find_label_names(encoder, [file], "auto")
+        # A name for each number would take 60 MB, and of a timestamp more than the machine has.
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_saved_datasets_and_their_splits(chat_settings, train, tmp_path):

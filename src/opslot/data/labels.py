@@ -178,12 +178,12 @@ def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) 
             )
     names = {label for label in found_labels if isinstance(label, str)}
     largest = max((int(label) for label in found_labels if isinstance(label, int)), default=-1)
-    found = sorted(names) if names else [f"LABEL_{number}" for number in range(largest + 1)]
-    if not found or len(found) > _MOST_LABELS or (names and largest >= 0):
-        wrong = f"{len(found):,} different labels" if found else "neither strings nor integers from 0"
+    count = len(names) or largest + 1
+    if count < 1 or count > _MOST_LABELS or (names and largest >= 0):
+        wrong = f"{count:,} different labels" if count > 0 else "neither strings nor integers from 0"
         wrong = "strings and integers" if names and largest >= 0 else wrong
         raise DataError("the labels cannot be classes", found=wrong, hint="set data.label_field to a column of labels")
-    return found
+    return sorted(names) if names else [f"LABEL_{number}" for number in range(count)]
 
 
 def collate_labeled(samples: list[dict[str, Any]], per_token: bool) -> dict[str, Any]:
