@@ -73,6 +73,30 @@ def test_groups_of_a_model():
     assert query["lr"] == 0.1
 
 
+@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "BertForTokenClassification"])
+def test_head_of_a_classifier_is_not_a_hidden_matrix(architecture):
+    import transformers
+
+    from opslot.verify.tiny import tiny_config
+
+    model = getattr(transformers, architecture)(tiny_config("bert"))
+    optimizer = build_optimizer(model, TrainConfig(lr=1.0, optimizer=OptimizerConfig(name="muon")))
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)] for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]}
+    assert "bert.encoder.layer.0.attention.self.query.weight" in found
+    assert "classifier.weight" not in found
+
+
+def test_adapters_of_the_embedding_and_the_head_are_not_hidden_matrices():
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "embed_tokens", "lm_head"]
+    model = peft.get_peft_model(language_model(), peft.LoraConfig(r=2, target_modules=targets))
+    optimizer = build_optimizer(model, TrainConfig(lr=1.0, optimizer=OptimizerConfig(name="muon")))
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)] for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]}
+    assert found == {name for name, p in model.named_parameters() if p.requires_grad and "q_proj" in name}
+
+
 def test_group_without_a_parameter_raises():
     settings = OptimizerConfig(groups=[{"params": ["*.weights"], "lr": 0.1}])
     with pytest.raises(ConfigError, match="matches no trainable parameter"):

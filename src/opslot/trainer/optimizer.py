@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
+from opslot.models._build import classifier_heads
 from opslot.models._multimodal.parts import select
 from opslot.ops.cross_entropy_loss.op import head_of
 from opslot.optim.selection import optimizer_class
@@ -79,10 +80,12 @@ def require_same_optimizer(checkpoint: Path, saved: Mapping[str, Any], optimizer
 
 
 def _hidden_matrices(model: nn.Module) -> set[int]:
-    """Ids of the matrices of hidden layers and of stacks of them: not embeddings, heads or convolutions."""
-    heads = [head_of(module) for module in model.modules()]
-    outside = [m for m in (*model.modules(), *heads) if isinstance(m, nn.Embedding) or any(m is h for h in heads)]
-    excluded = {id(p) for module in outside if module is not None for p in module.parameters()}
+    """Ids of the matrices of hidden layers and of stacks of them: not embeddings, heads (with their adapters) or
+    convolutions."""
+    outside = [head for module in model.modules() if (head := head_of(module)) is not None]
+    outside += [model.get_submodule(name) for name in classifier_heads(model)]
+    outside += [m for m in model.modules() if isinstance(getattr(m, "base_layer", m), nn.Embedding)]
+    excluded = {id(p) for module in outside for p in module.parameters()}
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     excluded |= {id(p) for m in model.modules() if isinstance(m, convolutions) for p in m.parameters()}
     named = model.named_parameters()
