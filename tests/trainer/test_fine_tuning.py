@@ -142,6 +142,8 @@ def test_resume_with_the_state_of_another_optimizer_raises(settings, train):
         ({"optimizer": {"momentum": 0.5}}, "train.optimizer.momentum is a setting of muon"),
         ({"optimizer": {"name": "muon", "momentum": 1.0}}, "train.optimizer.momentum=1.0 must be in [0, 1)"),
         ({"optimizer": {"groups": [{"lr": 0.1}]}}, "groups[0]: params must be a glob"),
+        ({"optimizer": {"groups": [{"params": 5}]}}, "groups[0]: params must be a glob of parameter names or a list"),
+        ({"optimizer": {"groups": [{"params": {"*": 1}}]}}, "groups[0]: params must be a glob of parameter names or a"),
         ({"optimizer": {"groups": [{"params": "*", "lr": "a"}]}}, "groups[0]: lr must be a number of at least 0"),
         ({"optimizer": {"groups": [{"params": "*", "decay": 1}]}}, "groups[0]: unknown fields decay"),
         ({"optimizer": {"groups": [{"params": "*.nothing"}]}}, "matches no trainable parameter"),

@@ -41,9 +41,10 @@ def _group_problems(groups: list[dict[str, Any]] | None) -> Iterator[str]:
     for number, group in enumerate(groups or []):
         field = f"train.optimizer.groups[{number}]"
         params = group.get("params")
+        globs = params if isinstance(params, list) else [params]
         if unknown := group.keys() - {"params", "lr", "weight_decay"}:
             yield f"{field}: unknown fields {', '.join(map(str, unknown))}; each entry is {{params, lr, weight_decay}}"
-        if not params or not all(isinstance(glob, str) for glob in ([params] if isinstance(params, str) else params)):
+        if not params or not all(isinstance(glob, str) for glob in globs):
             yield f"{field}: params must be a glob of parameter names or a list of globs, found {params!r}"
         for name in ("lr", "weight_decay"):
             value = group.get(name, 0.0)
