@@ -11,6 +11,7 @@ from opslot.data.encoder import TextEncoder
 from opslot.data.tokenizer import load_tokenizer
 from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks.writers import read_metrics
+from opslot.trainer.validate import validate
 
 
 @pytest.fixture
@@ -124,10 +125,34 @@ def test_settings_without_effect_are_reported(train, settings):
     trainer = TextTrainer(load_config([file]))
     assert trainer.inputs.warnings == [
         "data.eval_path has no effect without train.eval_steps",
-        "train.warmup_steps=9 exceeds train.max_steps=4, so the learning rate never reaches train.lr",
         "train.fsdp.copy_engine has no effect on a CPU",
         "train.fsdp.ulysses_overlap has no effect with train.sp_size=1",
+        "train.warmup_steps=9 exceeds train.max_steps=4, so the learning rate never reaches train.lr",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"data.eval_fraction": 0.1}, "without train.eval_steps"),
+        ({"data.eval_fraction": 0.1, "data.eval_path": "text", "train.eval_steps": 2}, "with data.eval_path"),
+        ({"data.text_field": "body"}, "on plain text files"),
+        ({"data.sample_by": "line", "data.train_path": "jsonl"}, "on files that are not plain text"),
+        ({"evaluation.max_new_tokens": 2}, "without evaluation.prompts"),
+        ({"train.num_epochs": 2}, "with train.max_steps"),
+        ({"train.fsdp.prefetch": 2, "train.data_parallel_mode": "ddp"}, "with train.data_parallel_mode=ddp"),
+        ({"train.logging.wandb_entity": "team"}, "without train.logging.wandb"),
+        ({"train.logging.run_name": "first"}, "without train.logging.wandb or train.logging.trackio"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_field_that_another_one_switches_off_is_reported(settings, tmp_path, text_folder, changes, reason):
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    paths = {"text": f"{text_folder}/*.txt", "jsonl": str(tmp_path / "texts.jsonl")}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    options = [f"--{name}={paths.get(value, value)}" for name, value in changes.items()]
+    assert validate(load_config([str(file), *options])).warnings == [f"{next(iter(changes))} has no effect {reason}"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -14,9 +15,9 @@ from opslot._base.files import missing_path_hint, path_problem
 from opslot._base.hub import is_repo_id, local_model, require_safetensors
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.data.config import DataConfig
-from opslot.data.sources import find_files
+from opslot.data.sources import find_files, format_of
 from opslot.trainer.commits import require_commits
-from opslot.trainer.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
 from opslot.trainer.lora_settings import check_lora
 from opslot.trainer.optimizer_settings import check_optimizer
 from opslot.trainer.output_folder import check_output
@@ -138,9 +139,11 @@ def validate(config: RunConfig) -> RunInputs:
     if launched_rank() == 0:
         OutputLock(Path(config.train.output_dir)).require_free()
     require_commits(config)
+    files = [file for source in inputs.sources for file in source.files] + inputs.eval_files
+    formats = {format_of(file, config.data.format) for file in files}
     # Last, since weights of the hub take long.
     model_path = local_model(config.model.model_path) if config.model.model_path else None
-    return replace(inputs, model_path=model_path, checkpoint=checkpoint, warnings=_no_effect(config))
+    return replace(inputs, model_path=model_path, checkpoint=checkpoint, warnings=_no_effect(config, formats))
 
 
 def validate_data(config: RunConfig) -> RunInputs:
@@ -191,8 +194,8 @@ def _check_paths(config: RunConfig, problems: list[str]) -> None:
     problems += [f"{field}: {problem}" for field, problem in found if problem]
 
 
-def _no_effect(config: RunConfig) -> list[str]:
-    """Settings that change nothing in this run."""
+def _no_effect(config: RunConfig, formats: set[str | None]) -> list[str]:
+    """Settings that change nothing in this run, whose data files have `formats`."""
     train, data = config.train, config.data
     warnings = []
     only = {
@@ -209,27 +212,57 @@ def _no_effect(config: RunConfig) -> list[str]:
             for name in names
             if config.task not in tasks and getattr(data, name) != getattr(DataConfig, name)
         ]
-    if data.eval_path and train.eval_steps is None:
-        warnings.append("data.eval_path has no effect without train.eval_steps")
+    warnings += _unused(config, formats)
     if train.max_steps is not None and train.warmup_steps > train.max_steps:
         warnings.append(
             f"train.warmup_steps={train.warmup_steps} exceeds train.max_steps={train.max_steps}, so the learning rate "
             "never reaches train.lr"
         )
-    if train.optimizer.min_lr_ratio and train.lr_scheduler == "constant":
-        warnings.append("train.optimizer.min_lr_ratio has no effect with train.lr_scheduler=constant")
-    if train.optimizer.decay_ratio != OptimizerConfig.decay_ratio and train.lr_scheduler != "warmup_stable_decay":
-        warnings.append("train.optimizer.decay_ratio has no effect without train.lr_scheduler=warmup_stable_decay")
-    if train.fsdp.copy_engine and (config.model.device == "cpu" or best_device().type == "cpu"):
-        warnings.append("train.fsdp.copy_engine has no effect on a CPU")
-    if train.fsdp.ulysses_overlap and train.sp_size == 1:
-        warnings.append("train.fsdp.ulysses_overlap has no effect with train.sp_size=1")
     if config.model.torch_dtype == "bfloat16" and config.lora.r is None and (train.lr or math.inf) < _LEAST_BFLOAT16_LR:
         warnings.append(
             f"model.torch_dtype=bfloat16 rounds most updates of train.lr={train.lr:g} away; leave it float32, which "
             "computes in train.fsdp.param_dtype all the same, or save memory with lora.r or adamw_8bit"
         )
     return warnings
+
+
+def _unused(config: RunConfig, formats: set[str | None]) -> Iterator[str]:
+    """Fields that only count together with others, of which one has another value."""
+    train, data, logging = config.train, config.data, config.train.logging
+    on_cpu = config.model.device == "cpu" or best_device().type == "cpu"
+    unless = {
+        "data.eval_path": ("without train.eval_steps", train.eval_steps),
+        "data.eval_fraction": (
+            "with data.eval_path" if data.eval_path else "without train.eval_steps",
+            train.eval_steps and not data.eval_path,
+        ),
+        "data.sample_by": ("on files that are not plain text", "text" in formats),
+        "data.text_field": ("on plain text files", formats != {"text"}),
+        "evaluation.max_new_tokens": ("without evaluation.prompts", config.evaluation.prompts),
+        "evaluation.best_metric": ("without train.eval_steps", train.eval_steps),
+        "train.num_epochs": ("with train.max_steps", train.max_steps is None),
+        "train.optimizer.min_lr_ratio": ("with train.lr_scheduler=constant", train.lr_scheduler != "constant"),
+        "train.optimizer.decay_ratio": (
+            "without train.lr_scheduler=warmup_stable_decay",
+            train.lr_scheduler == "warmup_stable_decay",
+        ),
+        "train.fsdp.copy_engine": ("on a CPU", not (train.fsdp.copy_engine and on_cpu)),
+        "train.fsdp.prefetch": ("with train.data_parallel_mode=ddp", train.data_parallel_mode != "ddp"),
+        "train.fsdp.ulysses_overlap": ("with train.sp_size=1", train.sp_size > 1),
+        "train.logging.wandb_project": (
+            "without train.logging.wandb or train.logging.trackio",
+            logging.wandb or logging.trackio,
+        ),
+        "train.logging.wandb_entity": ("without train.logging.wandb", logging.wandb),
+        "train.logging.run_name": (
+            "without train.logging.wandb or train.logging.trackio",
+            logging.wandb or logging.trackio,
+        ),
+    }
+    default = RunConfig()
+    for name, (where, is_used) in unless.items():
+        if not is_used and attrgetter(name)(config) != attrgetter(name)(default):
+            yield f"{name} has no effect {where}"
 
 
 def _check_numbers(config: RunConfig, problems: list[str]) -> None:
