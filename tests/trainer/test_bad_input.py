@@ -11,6 +11,7 @@ import yaml
 from opslot._base.errors import ConfigError
 from opslot.trainer import load_config
 from opslot.trainer.validate import validate
+from tests.chat import TEMPLATE
 
 
 def assert_error(result, *messages, tmp_path):
@@ -75,11 +76,29 @@ def test_error_ends_a_process_group_of_one(train, settings, tmp_path):
     assert not torch.distributed.is_initialized()
 
 
-def test_answers_longer_than_the_positions_raise(train, settings, tmp_path):
+@pytest.mark.parametrize(
+    ("prompt", "new_tokens", "message"),
+    [
+        ("x", 128, "evaluation.prompts[0], 'x': its answer exceeds the model's max_position_embeddings=128"),
+        ("x" * 120, 9, "found: 120 tokens and evaluation.max_new_tokens=9"),
+        ("", 4, "evaluation.prompts[0], '': it has no token"),
+    ],
+)
+def test_prompts_that_the_model_cannot_answer_raise(train, settings, tmp_path, prompt, new_tokens, message):
     settings["train"]["eval_steps"] = 1
-    settings["evaluation"] = {"prompts": ["x"], "max_new_tokens": 128}
-    message = "evaluation.max_new_tokens=128 leaves no position for a prompt"
-    assert_error(train(), message, "max_position_embeddings=128", tmp_path=tmp_path)
+    settings["evaluation"] = {"prompts": [prompt], "max_new_tokens": new_tokens}
+    assert_error(train(), message, "hint: ", tmp_path=tmp_path)
+
+
+def test_prompt_that_the_chat_template_rejects_raises(train, settings, tmp_path):
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
+    strict = "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+    (tmp_path / "chat.jinja").write_text(strict + TEMPLATE)
+    settings["task"] = "sft"
+    settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "chat_template": str(tmp_path / "chat.jinja")}
+    settings["train"]["eval_steps"] = 1
+    settings["evaluation"] = {"prompts": ["y", "x"]}
+    assert_error(train(), "evaluation.prompts[1], 'x': the chat template rejects it: no x", tmp_path=tmp_path)
 
 
 def test_file_instead_of_checkpoint_folder_raises(train, tmp_path):

@@ -42,30 +42,49 @@ def generate_answers(
         sampling: options of `generate`, such as temperature; default the most likely token at each step.
 
     Raises:
-        SampleError: a prompt that the chat template rejects.
+        SampleError: see `prompt_tokens`.
         ConfigError: end-of-sequence tokens in generation_config.json that are not ids.
     """
     import torch
 
     answers = []
-    in_form = ContentForms(lambda messages, _: (str(tokenizer.apply_chat_template(messages, tokenize=False)), None))
-    as_tokens = renders_tokens(tokenizer)
-    has_template = as_tokens or bool(getattr(tokenizer, "chat_template", None))
     for prompt in prompts:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
-        if not has_template or chat is False:
-            ids = tokenizer(prompt)["input_ids"]
-        elif as_tokens:
-            ids = _rendered(tokenizer, messages, tokenize=True, return_dict=True)["input_ids"]
-        else:
-            text = str(_rendered(tokenizer, in_form(messages), add_generation_prompt=True, tokenize=False))
-            special = special_tokens_option(tokenizer, text) if as_processor else {"add_special_tokens": False}
-            ids = tokenizer(text, **special)["input_ids"]
+        ids = prompt_tokens(tokenizer, prompt, chat=chat, system=system, as_processor=as_processor)
         tokens = torch.tensor([ids], device=device)
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         answers.append(_answer(model, tokenizer, inputs, max_new_tokens, sampling))
     return answers
+
+
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    chat: bool | None = None,
+    system: str | None = None,
+    as_processor: bool = False,
+) -> list[int]:
+    """The tokens that a model gets for a prompt; the options are those of `generate_answers`.
+
+    Raises:
+        SampleError: a prompt that the chat template rejects, or without a token.
+    """
+    as_tokens = renders_tokens(tokenizer)
+    has_template = as_tokens or bool(getattr(tokenizer, "chat_template", None))
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    if not has_template or chat is False:
+        ids = tokenizer(prompt)["input_ids"]
+    elif as_tokens:
+        ids = _rendered(tokenizer, messages, tokenize=True, return_dict=True)["input_ids"]
+    else:
+        in_form = ContentForms(lambda messages, _: (str(tokenizer.apply_chat_template(messages, tokenize=False)), None))
+        text = str(_rendered(tokenizer, in_form(messages), add_generation_prompt=True, tokenize=False))
+        special = special_tokens_option(tokenizer, text) if as_processor else {"add_special_tokens": False}
+        ids = tokenizer(text, **special)["input_ids"]
+    if not ids:
+        raise SampleError("it has no token")
+    return list(ids)
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> Any:

@@ -30,7 +30,7 @@ from opslot.data.tokenizer import load_tokenizer
 from opslot.models._build import config_error
 from opslot.models._multimodal.placeholders import PlaceholderCheck
 from opslot.models.flop_modules import ModuleReader
-from opslot.trainer.config import EvaluationConfig, RunConfig
+from opslot.trainer.config import RunConfig
 from opslot.trainer.processors import load_processor, rope_positions
 from opslot.trainer.setup import input_dtype, num_workers
 from opslot.trainer.validate import RunInputs, micro_batch_size
@@ -293,21 +293,6 @@ def set_sample_length(data: DataConfig, model_config: PreTrainedConfig, tokenize
         raise ConfigError(
             f"data.max_seq_len={data.max_seq_len} exceeds the model's max_position_embeddings={positions}",
             hint=f"set data.max_seq_len to {positions} or less, or increase max_position_embeddings in config.json",
-        )
-
-
-def check_answer_length(evaluation: EvaluationConfig, model_config: PreTrainedConfig) -> None:
-    """Check that the model has positions for the answers to `evaluation.prompts`.
-
-    Raises:
-        ConfigError: more tokens than it has positions.
-    """
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if evaluation.prompts and positions is not None and evaluation.max_new_tokens >= positions:
-        raise ConfigError(
-            f"evaluation.max_new_tokens={evaluation.max_new_tokens} leaves no position for a prompt",
-            found=f"the model's max_position_embeddings={positions}",
-            hint="set evaluation.max_new_tokens to less",
         )
 
 

@@ -18,6 +18,7 @@ from opslot.checkpoint import export_hf, save_adapter
 from opslot.checkpoint.save import save_processors
 from opslot.data.chat import ChatEncoder
 from opslot.data.collation import count_targets
+from opslot.data.encoder import SampleError
 from opslot.data.loader import SampleLoader, TokenLoader
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
@@ -26,9 +27,9 @@ from opslot.models._sequence.packing import packing_problem
 from opslot.models.flop_modules import TOKENS
 from opslot.ops.cross_entropy_loss import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
-from opslot.trainer.generating import generate_answers
+from opslot.trainer.generating import generate_answers, prompt_tokens
 from opslot.trainer.prompts import Prompt, PromptValue, prompt_of
-from opslot.trainer.run_data import CHAT_TASKS, RunData, check_answer_length, open_tokenizer, set_sample_length
+from opslot.trainer.run_data import CHAT_TASKS, RunData, open_tokenizer, set_sample_length
 from opslot.trainer.setup import dtype_of_weights
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class TextTrainer(BaseTrainer):
         self.tokenizer = open_tokenizer(config, self.inputs, self.model_config)
         self._check_sizes()
         set_sample_length(config.data, self.model_config, self.tokenizer)
-        check_answer_length(config.evaluation, self.model_config)
         self.data = RunData(config, self.inputs, self.tokenizer, self.model_config)
+        self._check_text_prompts()
         self.train_set = self.data.train_set
         self.data.start_tokenizing()
         return self.data.loader(
@@ -211,6 +212,30 @@ class TextTrainer(BaseTrainer):
         with self._evaluating():
             return [self.answer(prompt_of(prompt), max_new_tokens) for prompt in prompts]
 
+    def _check_text_prompts(self) -> None:
+        """Check that prompts of the evaluation without media have tokens, and fit the model with the answer."""
+        evaluation = self.config.evaluation
+        positions = getattr(self.model_config.get_text_config(), "max_position_embeddings", None)
+        for number, prompt in enumerate(map(prompt_of, evaluation.prompts or ())):
+            if prompt.media:
+                continue
+            field = f"evaluation.prompts[{number}], {prompt.label}"
+            try:
+                size = len(prompt_tokens(self.tokenizer, prompt.text, **self._prompt_options))
+            except SampleError as error:
+                raise ConfigError(f"{field}: {error}", hint="change the prompt or the chat template") from error
+            if positions is not None and size + evaluation.max_new_tokens > positions:
+                raise ConfigError(
+                    f"{field}: its answer exceeds the model's max_position_embeddings={positions}",
+                    found=f"{size} tokens and evaluation.max_new_tokens={evaluation.max_new_tokens}",
+                    hint="set evaluation.max_new_tokens to less, or shorten the prompt",
+                )
+
+    @property
+    def _prompt_options(self) -> dict[str, Any]:
+        """How prompts become tokens."""
+        return {"chat": self.config.task in CHAT_TASKS, "as_processor": self.processor is not self.tokenizer}
+
     def answer(self, prompt: Prompt, max_new_tokens: int) -> str:
         """The model's answer to one prompt."""
         assert not prompt.media, "only task vlm has prompts with media"
@@ -219,9 +244,8 @@ class TextTrainer(BaseTrainer):
             self.tokenizer,
             [prompt.text],
             max_new_tokens,
-            chat=self.config.task in CHAT_TASKS,
-            as_processor=self.processor is not self.tokenizer,
             device=self.device,
+            **self._prompt_options,
         )
         return answer
 
