@@ -335,6 +335,10 @@ def test_bad_labels_are_located(chat_settings, train, tmp_path):
     for label, message in (("1", "at least two different labels\n  found: LABEL_0"), ("0.5", "neither strings nor")):
         file.write_text(f'{{"text": "a", "label": {label}}}\n'.replace("1", "0"))
         assert message in train()[2]
+    file.write_text('{"text": " ", "label": "x"}\n{"text": 1, "label": "y"}\n{"text": "b", "label": "y"}\n')
+    _, _, err = train()
+    assert f"{file}, line 1: text is empty\n" in err
+    assert f"{file}, line 2: text is not a text\n" in err
     words = [["a", None], ["a", "\ud83d"], ["a", "b"]]
     file.write_text("".join(json.dumps({"tokens": texts, "tags": ["x", "y"]}) + "\n" for texts in words))
     _, _, err = train()

@@ -98,9 +98,9 @@ class LabelEncoder(SampleEncoder):
             raise SampleError(f"no {' and no '.join(missing)}; it has {has}")
         text, label = record[text_field], record[label_field]
         if not self.per_token:
-            if not isinstance(text, str) or not text.strip():
-                raise SampleError(f"{text_field} is empty" if text == "" else f"{text_field} is not a text")
             _check_text(text, text_field)
+            if not text.strip():
+                raise SampleError(f"{text_field} is empty")
             return [(text, [self._number(label, label_field)])]
         if not isinstance(text, list) or not isinstance(label, list) or len(text) != len(label) or not text:
             raise SampleError(f"{text_field} and {label_field} must be lists of the same length, not empty")
