@@ -99,6 +99,15 @@ def test_run_without_any_target_raises(train, settings, tmp_path):
     assert train("--train.max_steps=1000", f"--train.output_dir={tmp_path / 'long'}")[2].count("last 10 steps") == 1
 
 
+def test_evaluation_without_any_target_raises(train, settings, tmp_path):
+    (tmp_path / "short.txt").write_text("a")
+    settings["data"] |= {"eval_path": str(tmp_path / "short.txt"), "append_eos": False}
+    settings["train"]["eval_steps"] = 2
+    code, _, err = train()
+    assert code == 2
+    assert "no token to predict in the evaluation data" in err
+
+
 def test_special_tokens_in_the_text(tmp_path, tokenizer):
     file = tmp_path / "a.txt"
     file.write_text("a<eos>b")

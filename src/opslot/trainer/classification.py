@@ -13,7 +13,7 @@ from opslot._base.labels import IGNORE_INDEX
 from opslot.data.labels import LabelEncoder
 from opslot.distributed import sum_over_ranks
 from opslot.trainer.run_data import padding_token
-from opslot.trainer.text import TextTrainer
+from opslot.trainer.text import TextTrainer, require_targets
 
 
 class ClassificationTrainer(TextTrainer):
@@ -69,11 +69,12 @@ class ClassificationTrainer(TextTrainer):
         right, labelled, guessed = confusion.diag(), confusion.sum(1), confusion.sum(0)
         occurs = (labelled + guessed) > 0
         f1 = (2 * right / (labelled + guessed).clamp(min=1))[occurs]
-        count = max(1.0, float(confusion.sum()))
+        count = float(confusion.sum())
+        require_targets(count)
         return {
             "eval_loss": total / count,
             "eval_accuracy": float(right.sum()) / count,
-            "eval_f1": float(f1.mean()) if len(f1) else 0.0,
+            "eval_f1": float(f1.mean()),
         }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, DataError
 from opslot.checkpoint import export_hf, save_adapter
 from opslot.checkpoint.save import save_processors
 from opslot.data.chat import ChatEncoder
@@ -42,6 +42,16 @@ _COUNTED_FOR_CURVE = 1 << 30
 def rounded(cost: float) -> float:
     """A cost that is the same on all ranks, which plan their steps by it."""
     return float(f"{cost:.3g}")
+
+
+def require_targets(count: float) -> None:
+    """Raise where an evaluation has nothing to predict: a loss of 0 would be the best one."""
+    if not count:
+        raise DataError(
+            "no token to predict in the evaluation data",
+            found="every document in it has one token only, or all labels are ignored",
+            hint="set data.eval_path to other data, or increase data.eval_fraction",
+        )
 
 
 class TextTrainer(BaseTrainer):
@@ -192,8 +202,9 @@ class TextTrainer(BaseTrainer):
                 total += cross_entropy.double() * count
                 targets += count
         summed, counted = sum_over_ranks(total.item(), targets)
+        require_targets(counted)
         # The ranks of one sequence count the same targets, and each computes a part of their loss.
-        loss = summed / max(1, counted / self.state.sp)
+        loss = summed / (counted / self.state.sp)
         return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
 
     def evaluated_batches(self) -> Iterator[tuple[dict[str, Any], bool]]:
