@@ -133,6 +133,15 @@ def test_resume_with_the_state_of_another_optimizer_raises(settings, train):
     assert "was saved with train.optimizer.name=adamw" in err
 
 
+@pytest.mark.parametrize("name", ["adamw_torch", "muon"])
+def test_kernel_of_another_optimizer_raises(settings, train, name):
+    settings["model"]["ops_implementation"] = {"adamw_implementation": "triton"}
+    settings["train"]["optimizer"] = {"name": name}
+    code, _, err = train()
+    assert code == 2
+    assert f"adamw_implementation='triton' is a kernel of train.optimizer.name: adamw, found {name}" in err
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

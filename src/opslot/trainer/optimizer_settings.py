@@ -22,6 +22,11 @@ def check_optimizer(config: RunConfig, problems: list[str]) -> None:
             if getattr(optimizer, name) != getattr(OptimizerConfig, name)
         ]
         problems += [f"train.optimizer.{name} is a setting of muon; set train.optimizer.name: muon" for name in changed]
+    if optimizer.name != "adamw" and (kernel := _named_kernel(config.model.ops_implementation)):
+        problems.append(
+            f"model.ops_implementation: adamw_implementation={kernel!r} is a kernel of train.optimizer.name: adamw, "
+            f"found {optimizer.name}; set it to adamw, or remove adamw_implementation"
+        )
     if optimizer.name == "adamw_8bit":
         from opslot.optim.selection import eight_bit_problem
 
@@ -34,6 +39,14 @@ def check_optimizer(config: RunConfig, problems: list[str]) -> None:
             "train.activation_offload copies the inputs of checkpointed layers; set train.activation_checkpointing to "
             "full or selective"
         )
+
+
+def _named_kernel(ops_implementation: str | dict[str, Any] | None) -> str | None:
+    """The kernel of AdamW's steps that the configuration names."""
+    if not isinstance(ops_implementation, dict):
+        return None
+    name = ops_implementation.get("adamw_implementation")
+    return None if name in (None, "auto", "eager") else str(name)
 
 
 def _group_problems(groups: list[dict[str, Any]] | None) -> Iterator[str]:
