@@ -81,6 +81,10 @@ def test_few_packed_steps_are_a_warning(chats, settings, train):
     assert "warning: the run has few steps, since each packs about 12 documents" in out
     _, out, _ = train("--data.packing", "false", "--train.output_dir", f"{settings['train']['output_dir']}-padded")
     assert "few steps" not in out
+    # Not of packing.
+    _, out, _ = train("--train.num_epochs", "0.1", "--train.output_dir", f"{settings['train']['output_dir']}-short")
+    assert "; 1 step of 256 tokens" in out
+    assert "few steps" not in out
 
 
 @pytest.mark.quick("fsdp")

@@ -133,10 +133,11 @@ def _few_steps(trainer: TextTrainer) -> Iterator[str]:
     packs = trainer.config.data.packing and trainer.config.task != "classification"
     if packs and train.max_steps is None and steps is not None and steps < _FEW_STEPS:
         documents = sum(corpus.num_documents() for corpus in trainer.data.corpora) * train.num_epochs / steps
-        yield (
-            f"warning: the run has few steps, since each packs about {documents:,.0f} documents; lower "
-            "train.global_batch_size or raise train.num_epochs for more"
-        )
+        if documents > train.global_batch_size:
+            yield (
+                f"warning: the run has few steps, since each packs about {documents:,.0f} documents; lower "
+                "train.global_batch_size or raise train.num_epochs for more"
+            )
 
 
 def _unused_gpus(trainer: TextTrainer) -> Iterator[str]:
