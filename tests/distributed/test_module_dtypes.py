@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import opslot
-from opslot.distributed import init_parallel_state
-from opslot.distributed.module_dtypes import compute_in_dtype
+from opslot.checkpoint.model_tensors import clean_fqn
+from opslot.distributed import gradient_sync, init_parallel_state
+from opslot.distributed.module_dtypes import compute_in_dtype, kept_in_float32
 from opslot.ops.patch_embed.linear import linear
 from opslot.ops.patch_embed.op import can_serve
 from opslot.slots import BoundKernel
@@ -105,3 +106,74 @@ def test_inputs_are_cast_in_a_compiled_graph():
     compute_in_dtype(model, torch.bfloat16)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+def model_and_ids(dtype):
+    """Routers, convolutions and decays stay in float32, some beside other weights of their module or layer."""
+    config = tiny_config("bailing_hybrid")
+    return random_model(config, dtype, noise=0.02).eval(), random_ids(config)
+
+
+def step_of(model, ids, scale=1):
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss * scale
+    loss.backward()
+    return loss.detach()
+
+
+def steps_in_bfloat16(mode):
+    state = init_parallel_state(device_type="cpu")
+    model, ids = model_and_ids(torch.float32)
+    opslot.apply(model, "eager")
+    with torch.no_grad():
+        for parameter, other in zip(model.parameters(), model_and_ids(torch.bfloat16)[0].parameters(), strict=True):
+            parameter.copy_(other)
+    opslot.parallelize(model, state, data_parallel_mode=mode, param_dtype=torch.bfloat16)
+    found = []
+    for sync in (True, False, True):
+        with gradient_sync(model, sync):
+            found.append(step_of(model, ids, 1 / state.world_size).item())
+    names = (clean_fqn(name) for name, _ in model.named_parameters())
+    gradients = (p.grad.full_tensor() if mode == "fsdp2" else p.grad for p in model.parameters())
+    return found, {name: gradient.numpy() for name, gradient in zip(names, gradients, strict=True)}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_parameters_that_transformers_keeps_in_float32(ranks, mode):
+    """Against Transformers' own model in bfloat16."""
+    model, ids = model_and_ids(torch.bfloat16)
+    kept = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+    assert any(name.endswith("conv1d.weight") for name in kept)
+    loss = step_of(model, ids).item()
+    for losses, gradients in ranks.run(steps_in_bfloat16, mode):
+        assert losses == [loss / 2] * 3
+        for name, parameter in model.named_parameters():
+            # FSDP2 reduces gradients of a layer in one dtype.
+            torch.testing.assert_close(
+                torch.from_numpy(gradients[name]), 3 * parameter.grad.float(), rtol=2**-7, atol=1e-6, msg=name
+            )
+
+
+def dtypes_of_kept_head():
+    state = init_parallel_state(device_type="cpu")
+    model = random_model(tiny_config("hy_v4"))
+    ids = random_ids(model.config)
+    opslot.apply(model, "eager")
+    opslot.parallelize(model, state, data_parallel_mode="fsdp2", param_dtype=torch.bfloat16)
+    found = []
+    model.lm_head.register_forward_hook(lambda module, args, output: found.extend((args[0].dtype, output.dtype)))
+    model(input_ids=ids, use_cache=False)
+    return found
+
+
+def test_kept_head_of_its_own_group_gets_float32(ranks):
+    assert ranks.run(dtypes_of_kept_head) == [[torch.float32] * 2] * 2
+
+
+def test_weight_below_an_adapter_stays_in_float32():
+    peft = pytest.importorskip("peft")
+    model = random_model(tiny_config("t5"))
+    before = {module for module, _ in kept_in_float32(model, torch.float16)}
+    assert before == {module for path, module in model.named_modules() if path.endswith(".wo")}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["wo"]))
+    assert before < {module for module, _ in kept_in_float32(adapted, torch.float16)}
+    assert kept_in_float32(model, torch.bfloat16) == set()

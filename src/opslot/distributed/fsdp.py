@@ -25,6 +25,7 @@ from opslot.distributed.activations import (
     keep_fsdp_from_checkpoints,
 )
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
+from opslot.distributed.kept_parameters import keep_in_float32, policy_of
 from opslot.distributed.mixed_precision import (
     can_copy_parameters,
     compute_with_copies,
@@ -32,7 +33,7 @@ from opslot.distributed.mixed_precision import (
     replicated_gradient_sync,
     takes_little_memory,
 )
-from opslot.distributed.module_dtypes import compute_in_dtype
+from opslot.distributed.module_dtypes import compute_in_dtype, kept_in_float32
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -86,7 +87,7 @@ def shard_model(
         data_parallel_mode: ddp or fsdp2; auto is ddp in one process if copies in `param_dtype` take at most 5 % of the
             GPU's memory, and in several if the parameters do and no other option needs FSDP2.
         param_dtype: dtype of the computation, as in MixedPrecisionPolicy; default the parameters'. The optimizer keeps
-            the parameters' dtype.
+            the parameters' dtype, and so do computations with those that Transformers keeps in float32.
         reduce_dtype: dtype in which gradients are accumulated.
         activation_checkpointing: none, full or selective; see `opslot.distributed.activations`. True is full.
         activation_offload: keep the inputs of checkpointed layers in host memory.
@@ -401,25 +402,32 @@ def _shard(
     options: dict[str, Any],
 ) -> list[list[nn.Module]]:
     """Bottom-up `fully_shard`; returns, layer by layer and then for the head, the modules whose parameters it needs."""
+    policy = options.pop("mp_policy")
+    kept = kept_in_float32(model, policy.param_dtype) if policy.param_dtype is not None else set()
+
+    def shard(module: nn.Module, **more: Any) -> None:
+        more = {"mesh": state.fsdp_mesh, **options, **more}
+        fully_shard(module, mp_policy=policy_of(module, policy, kept), **more)
+
     owners = [model.get_submodule(path) for path in experts]
     for path, owner in zip(experts, owners, strict=True):
         _check_expert_shapes(path, owner, state)
-        fully_shard(
+        shard(
             owner,
             mesh=state.expert_fsdp_mesh,
             shard_placement_fn=lambda _: Shard(1),
             reshard_after_forward=reshard_after_forward,
-            **options,
         )
     # Innermost first: layers may be nested, and a group takes the parameters that no inner group has.
     for layer in reversed(layers):
         for module in _of_another_dtype(layer, options["ignored_params"] or ()):
-            fully_shard(module, mesh=state.fsdp_mesh, reshard_after_forward=reshard_after_forward, **options)
-        fully_shard(layer, mesh=state.fsdp_mesh, reshard_after_forward=reshard_after_forward, **options)
+            shard(module, reshard_after_forward=reshard_after_forward)
+        shard(layer, reshard_after_forward=reshard_after_forward)
     if head is not None:
         # Its backward follows its forward directly.
-        fully_shard(head, mesh=state.fsdp_mesh, reshard_after_forward=False, **options)
-    fully_shard(model, mesh=state.fsdp_mesh, **options)
+        shard(head, reshard_after_forward=False)
+    shard(model)
+    keep_in_float32(model, kept)
     for module in model.modules():
         # In a group of one rank, a divisor would only cost a copy.
         if isinstance(module, FSDPModule) and not (module in owners and state.ep_fsdp * state.dp_replicate == 1):

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from opslot._base.errors import ParallelError
 from opslot.distributed.dtensors import local_tensor
 from opslot.distributed.gradient_buckets import GradientBuckets
+from opslot.distributed.module_dtypes import kept_in_float32
 
 # A share of the device's memory.
 _LITTLE = 0.05
@@ -44,7 +45,7 @@ def can_copy_parameters(parameters: Iterable[nn.Parameter], dtype: torch.dtype, 
 
 
 def compute_with_copies(model: nn.Module, dtype: torch.dtype, modules: Collection[nn.Module] | None = None) -> None:
-    """Let `model` compute with copies of its parameters in `dtype`, in place.
+    """Let `model` compute with copies of its parameters in `dtype`, in place; not of those in `kept_in_float32`.
 
     During a forward pass and its backward pass, modules hold the copies; at all other times they hold the parameters,
     which the optimizer, checkpoints and exports see. Every forward pass copies the parameters' values again.
@@ -135,6 +136,7 @@ class _Copies:
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._parameter_of: dict[Tensor, nn.Parameter] = {}
         self._without_copy: list[nn.Parameter] = []
+        self._kept: set[Any] = set()
         self._guards: list[RemovableHandle] = []
         self._is_found = False
         # Modules that may be computed again in the backward pass.
@@ -246,7 +248,7 @@ class _Copies:
         self._place_parameters()
         self._places, self._buckets, self._is_found = [], None, False
         self._copies, self._parameter_of = {}, {}
-        self._without_copy = []
+        self._without_copy, self._kept = [], set()
         for guard in self._guards:
             guard.remove()
         self._guards = []
@@ -274,6 +276,8 @@ class _Copies:
     def _is_cast(self, parameter: nn.Parameter) -> bool:
         if self._dtype is None or (self._modules is None and isinstance(parameter, DTensor)):
             return False
+        if parameter in self._kept:
+            return False
         return _is_cast(parameter, self._dtype)
 
     def _is_reduced_over_ranks(self, parameter: nn.Parameter) -> bool:
@@ -285,6 +289,8 @@ class _Copies:
             return
         self.release()
         self._is_found = True
+        if self._dtype is not None:
+            self._kept = {module._parameters[name] for module, name in kept_in_float32(self._model, self._dtype)}
         self._checkpointed = [
             m for m in self._model.modules() if hasattr(m, "gradient_checkpointing") or isinstance(m, CheckpointWrapper)
         ]

@@ -1,11 +1,13 @@
 """Modules in which parameters in the dtype of the computation would meet tensors in another one.
 
 Transformers builds a model in bfloat16 with its buffers in bfloat16, and casts inputs to the dtype in its config.
-Mixed precision casts parameters and the inputs of the whole model alone.
+Mixed precision casts parameters and the inputs of the whole model alone, but not the parameters that Transformers keeps
+in float32, such as the weights of routers.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -33,6 +35,26 @@ def compute_in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         is_plain = type(module).forward is _BatchNorm.forward and "forward" not in module.__dict__
         if is_plain and module.running_mean is not None:
             module.forward = partial(_batch_norm, module)
+
+
+def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> set[tuple[nn.Module, str]]:
+    """The parameters, by module and name, that a model of Transformers keeps in float32 where it computes in `dtype`.
+
+    They are those of `_keep_in_fp32_modules_strict`, and in float16 also of `_keep_in_fp32_modules`: patterns of names,
+    to which Transformers' code and checkpoints are written. Parameters may be sharded, and adapters around layers.
+    """
+    found: set[tuple[nn.Module, str]] = set()
+    for inner in model.modules():
+        plan = getattr(inner, "_get_dtype_plan", None)
+        patterns = [name for name, kept in plan(dtype).items() if kept == torch.float32] if plan is not None else []
+        if not patterns:
+            continue
+        # As Transformers reads them.
+        pattern = re.compile("|".join(f"(?:{name.replace('*', '.*')})" for name in patterns))
+        for path, module in inner.named_modules():
+            prefix = f"{path.replace('.base_layer', '')}." if path else ""
+            found |= {(module, name) for name in module._parameters if pattern.search(prefix + name)}
+    return found
 
 
 def _outside_of_layers(module: nn.Module) -> Iterator[nn.Module]:
