@@ -18,12 +18,12 @@ from opslot.verify.media import media_samples
 from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config, tiny_configs
 
-# Positions in a buffer; a batch norm after frames that buffers normalize.
-NAMES = ("xglm", "granite_speech")
+# Positions in a buffer; decays in buffers; a batch norm after frames that buffers normalize.
+NAMES = ("xglm", "minimax", "granite_speech")
 
 
 def config_and_batch(name):
-    if name == "xglm":
+    if name != "granite_speech":
         ids = random_ids(tiny_config(name))
         return tiny_config(name), {"input_ids": ids, "labels": ids}
     samples = [(config, media_samples(random_model(config).eval()).batches) for config in tiny_configs(name)]
@@ -106,6 +106,30 @@ def test_inputs_are_cast_in_a_compiled_graph():
     compute_in_dtype(model, torch.bfloat16)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+class Decayed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.register_buffer("decay", torch.rand(4, 4))
+
+    def forward(self, x):
+        x = self.linear(x)
+        return (x * self.decay) @ x + torch.matmul(self.decay, x)
+
+
+def test_matmuls_of_float32_buffers():
+    model, x = nn.Sequential(Decayed()), torch.randn(4, 4, dtype=torch.bfloat16)
+    y, decay = model[0].linear(x), model[0].decay
+    expected = (y * decay).bfloat16() @ y + decay.bfloat16() @ y
+    compute_in_dtype(model, torch.bfloat16)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
+    with pytest.raises(RuntimeError, match="size"):
+        model(x[:3])
+    with pytest.raises(RuntimeError, match="dtype"):
+        decay @ x
 
 
 def model_and_ids(dtype):

@@ -17,16 +17,19 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 
 # Their inputs and weights must have one dtype. What a layer projects, it has normalized before.
 _NORMS, _PROJECTIONS = (nn.LayerNorm, nn.GroupNorm), (nn.Linear, _ConvNd)
+_MATMULS = {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__}
 
 
 def compute_in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Let modules of a model that computes with parameters in `dtype` take what its forward makes in another dtype.
 
     Norms, and linear layers and convolutions outside of layers, get inputs in `dtype`, also after buffers such as
-    positions. Batch norms compute in the dtype of their running statistics.
+    positions. Batch norms compute in the dtype of their running statistics. Matmuls of modules with masks or decays in
+    buffers take operands of several dtypes.
     """
     projections = {module for module in _outside_of_layers(model) if isinstance(module, _PROJECTIONS)}
     for module in model.modules():
@@ -35,6 +38,10 @@ def compute_in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         is_plain = type(module).forward is _BatchNorm.forward and "forward" not in module.__dict__
         if is_plain and module.running_mean is not None:
             module.forward = partial(_batch_norm, module)
+        if any(b is not None and b.is_floating_point() and b.ndim > 1 for b in module._buffers.values()):
+            cast = _MatmulCast(dtype)
+            module.register_forward_pre_hook(cast.begin_forward)
+            module.register_forward_hook(cast.end_forward, always_call=True)
 
 
 def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> set[tuple[nn.Module, str]]:
@@ -77,6 +84,35 @@ class _InputCast:
         # Not `module.weight`: a parametrized one is computed each time it is read, in training with other buffers.
         weight = next(module.parameters(), None)
         return (x.to(self.dtype), *args[1:]) if weight is not None and weight.dtype == self.dtype else None
+
+
+class _MatmulCast:
+    """Hooks: in a forward, a matmul of operands in several dtypes, which raises in torch, is one in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._modes: list[_MatmulMode] = []
+
+    def begin_forward(self, module: nn.Module, args: Any) -> None:
+        self._modes.append(_MatmulMode(self.dtype))
+        self._modes[-1].__enter__()
+
+    def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._modes:
+            self._modes.pop().__exit__(None, None, None)
+
+
+class _MatmulMode(TorchFunctionMode):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MATMULS:
+            found = {x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()}
+            if len(found) > 1:
+                args = tuple(x.to(self.dtype) if isinstance(x, Tensor) else x for x in args)
+        return func(*args, **(kwargs or {}))
 
 
 def is_input_cast(hook: Any) -> bool:
