@@ -150,6 +150,14 @@ def test_invalid_sources_and_destinations_raise(tmp_path, moe_folder, make_model
     assert not (tmp_path / "x").exists()
 
 
+def test_experts_that_return_their_input_raise(tmp_path: Path) -> None:
+    random_model(tiny_config("longcat_flash")).save_pretrained(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="experts that return their input") as caught:
+        convert_folder(tmp_path / "a", tmp_path / "b", layout="stacked")
+    assert "model.layers.0.mlp.experts: 6 experts, of which 4 have a down_proj" in str(caught.value)
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_with_biases_raise(tmp_path, make_model, layout: str) -> None:
     """gpt-oss interleaves gate and up projections, so halves of the stacked tensor are neither."""

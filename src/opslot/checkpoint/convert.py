@@ -62,9 +62,10 @@ def convert_folder(
 
     Raises:
         CheckpointError: a source that is missing, corrupt, incomplete or of mixed layouts, or has no experts, or
-            experts with biases (those of gpt-oss, whose gate and up projections alternate) or without gates
-            (Nemotron-H's), or a layout in which the model reads none (Llama 4's are transposed, Granite's stacked, and
-            Ernie 4.5 VL's single experts); a destination that is not empty or cannot be written.
+            experts with biases (those of gpt-oss, whose gate and up projections alternate), without gates
+            (Nemotron-H's) or that return their input (LongCat's), or a layout in which the model reads none (Llama 4's
+            are transposed, Granite's stacked, and Ernie 4.5 VL's single experts); a destination that is not empty or
+            cannot be written.
         ConfigError: unknown layout or size.
     """
     source, destination = local_model(source), Path(destination).expanduser()
@@ -77,6 +78,12 @@ def convert_folder(
             f"{str(destination)!r} exists and is not an empty folder", hint="give another destination"
         )
     known = _meta_model(source, config)
+    if identity := _identity_experts(known):
+        raise CheckpointError(
+            f"checkpoint {str(source)!r} holds experts that return their input, which have one layout",
+            found=identity,
+            hint="use the checkpoint as it is",
+        )
     source_keys = list(entries)
     shapes = {name: entry.shape for name, entry in entries.items()}
     experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(config))
@@ -133,6 +140,16 @@ def _reads_transposed(model: Any, shapes: Shapes, experts: Shapes) -> bool:
         return False
     own = model.state_dict().get(transposed)
     return own is not None and own.shape == tuple(shapes[transposed])
+
+
+def _identity_experts(model: Any) -> str:
+    """Experts of Transformers' model with rows in `gate_up_proj` alone, as LongCat's; "" if there are none."""
+    shapes = {} if model is None else {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, shape in shapes.items():
+        down = shapes.get(f"{name.removesuffix('gate_up_proj')}down_proj", shape)
+        if name.endswith("experts.gate_up_proj") and down[0] < shape[0]:
+            return f"{name.removesuffix('.gate_up_proj')}: {shape[0]} experts, of which {down[0]} have a down_proj"
+    return ""
 
 
 def _model_names(model: Any, shapes: Shapes) -> Mapping[str, str]:
