@@ -148,6 +148,13 @@ def test_losses_with_labels_in_place(name, arch, expected):
         ("BertLMHeadModel", "bert", {}, "BertLayer attends to later tokens, since is_decoder is false in its config"),
         ("BertLMHeadModel", "bert", {"is_decoder": True}, None),
         ("T5ForConditionalGeneration", "t5", {}, "its encoder reads the tokens that its decoder predicts"),
+        (
+            "ModernBertForMaskedLM",
+            "modernbert",
+            {},
+            "ModernBertForMaskedLM predicts masked tokens, from earlier and later ones",
+        ),
+        ("ModernBertDecoderForCausalLM", "modernbert-decoder", {}, None),
         ("BartForCausalLM", "bart", {}, None),
         ("GPTNeoXForCausalLM", "gpt_neox", {}, None),
         ("LlamaForCausalLM", "llama", {}, None),

@@ -114,6 +114,9 @@ def why_not_causal(model: Any) -> str | None:
     bidirectional = (type(m).__name__ for m in model.modules() if getattr(m, "is_decoder", None) is False)
     if getattr(model.config, "is_decoder", None) is False and (name := next(bidirectional, None)):
         return f"{name} attends to later tokens, since is_decoder is false in its config"
+    head = _class_with_loss(model)
+    if head is not None and "MaskedLM" in head.__name__:
+        return f"{head.__name__} predicts masked tokens, from earlier and later ones"
     return None
 
 
