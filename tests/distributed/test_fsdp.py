@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import opslot
 from opslot._base.errors import ConfigError
@@ -297,6 +299,16 @@ def call_with_invalid_arguments(case):
         shard_model(Stack(), state, layers=["Block"], activation_checkpointing=True)
     elif case == "twice":
         opslot.parallelize(opslot.parallelize(tiny.build("qwen3_moe"), state), state)
+    elif case == "sharded layers":
+        model = tiny.build("qwen3")
+        fully_shard(model.model.layers[1], mesh=state.fsdp_mesh)
+        opslot.parallelize(model, state)
+    elif case == "DDP":
+        opslot.parallelize(DistributedDataParallel(tiny.build("qwen3")), state)
+    elif case == "tensor parallel":
+        model = Stack()
+        parallelize_module(model.blocks[1], state.fsdp_mesh, ColwiseParallel())
+        shard_model(model, state, layers=["Block"])
     elif case == "dtypes":
         model = Stack()
         model.blocks[1].bias.data = model.blocks[1].bias.data.bfloat16()
@@ -430,7 +442,13 @@ def test_modules_of_another_dtype_are_groups_of_their_own(ranks):
         ),
         ("heads", r"sp=2 does not divide 3 query heads.*\n  hint: use one of 1, 3"),
         ("checkpointing", r"activation_checkpointing needs a Transformers model, not Stack"),
-        ("twice", r"Qwen3MoeForCausalLM is parallelized already\n  hint: build it again"),
+        (
+            "twice",
+            r"Qwen3MoeForCausalLM is parallelized already\n  found: the model is sharded by FSDP2\n  hint: build it",
+        ),
+        ("sharded layers", r"Qwen3ForCausalLM is parallelized already\n  found: model.layers.1 is sharded by FSDP2\n"),
+        ("DDP", r"is parallelized already\n  found: the model is a DistributedDataParallel\n"),
+        ("tensor parallel", r"Stack is parallelized already\n  found: blocks.1.weight is a DTensor\n"),
         (
             "dtypes",
             r"blocks.1 has trainable.*\n  found: blocks.1.weight is float32, blocks.1.bias is bfloat16\n  hint: use",

@@ -36,6 +36,7 @@ from opslot.distributed.mixed_precision import (
 from opslot.distributed.module_dtypes import compute_in_dtype, kept_in_float32
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
+from opslot.distributed.parallelized import check_not_parallelized
 
 DataParallelMode = Literal["auto", "ddp", "fsdp2"]
 # Gathered parameters that a forward pass keeps for its backward pass, of the GPU's memory.
@@ -107,9 +108,10 @@ def shard_model(
         `model`.
 
     Raises:
-        ConfigError: no layers, a plan that does not fit, trainable parameters of several dtypes in one group, or
-            options that need several processes or FSDP2.
+        ConfigError: a model that is parallelized already, no layers, a plan that does not fit, trainable parameters of
+            several dtypes in one group, or options that need several processes or FSDP2.
     """
+    check_not_parallelized(model)
     state = state or get_parallel_state()
     is_sharded = needs_fsdp(
         model,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
 from opslot._base.device import has_package
@@ -18,6 +17,7 @@ from opslot.checkpoint.model_tensors import unread_experts
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, shard_model
 from opslot.distributed.fsdp import MODE_OPTIONS, needs_fsdp
 from opslot.distributed.mixed_precision import has_copies
+from opslot.distributed.parallelized import check_not_parallelized
 from opslot.models._adapters.experts import mark_adapted_experts, with_expert_adapters
 from opslot.models._adapters.linear import fuse_linear_adapters
 from opslot.models._adapters.quantized_experts import with_quantized_experts
@@ -81,11 +81,8 @@ def parallelize(
         ConfigError: heads or experts that sp or ep does not divide, experts that the architecture does not have or that
             the plan leaves out, an attention whose projections cannot overlap, a model that is parallelized already.
     """
-    if isinstance(model, FSDPModule) or has_copies(model):
-        raise ConfigError(
-            f"{class_name(model)} is parallelized already",
-            hint="build it again to parallelize it differently, and call opslot.parallelize once",
-        )
+    # Before kernels are bound.
+    check_not_parallelized(model)
     if ulysses_overlap and ulysses_pipeline != 1:
         raise ConfigError(
             f"ulysses_overlap exchanges all heads at once, so they cannot be taken in {ulysses_pipeline} chunks",
