@@ -271,3 +271,35 @@ def test_model_that_averages_its_own_labels_on_shards_of_sequences(write, ranks,
     assert {code for code, _ in answers} <= {1, 2}
     assert "Qwen3MoeForCausalLM cannot be trained on shards of sequences" in "".join(error for _, error in answers)
     assert not (tmp_path / "run").exists()
+
+
+def run_in_folder_of_rank(file, folder):
+    from opslot.distributed import shared_folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_folder, "_SECONDS", 0.2)
+        patch.chdir(Path(folder) / os.environ["RANK"])
+        return run_and_capture(file)
+
+
+def test_output_folder_of_each_rank_raises(ranks, write, tmp_path):
+    """As on machines without a shared disk, where each checkpoint would lack the parts of the others."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    file = write("run", output_dir="out", max_steps=2)
+    answers = ranks.run(run_in_folder_of_rank, file, str(tmp_path))
+    assert sorted(code for code, _ in answers) == [1, 2]
+    (error,) = (text for code, text in answers if code == 2)
+    assert "train.output_dir=out is not one folder for all processes" in error
+    assert "rank 1 on" in error
+    assert not (tmp_path / "0" / "out" / "checkpoints").exists()
+    assert not list(tmp_path.glob("*/out/.*"))
+
+
+def test_checkpoint_of_one_rank_raises(ranks, write, tmp_path):
+    assert run_config(write("run", output_dir=str(tmp_path / "0" / "out"), max_steps=2)) == 0
+    (tmp_path / "1").mkdir()
+    file = write("again", output_dir="out", **{"checkpoint.resume_from": "latest"})
+    answers = ranks.run(run_in_folder_of_rank, file, str(tmp_path))
+    assert sorted(code for code, _ in answers) == [1, 2]
+    assert "rank 0 would resume from out/checkpoints/step_00000002, rank 1 from None" in "".join(e for _, e in answers)

@@ -53,7 +53,7 @@ from opslot.trainer.lora import without_gradient
 from opslot.trainer.loss_scaling import LossScaler
 from opslot.trainer.optimizer import build_optimizer, learning_rate, require_same_optimizer, set_learning_rate
 from opslot.trainer.out_of_memory import memory_errors
-from opslot.trainer.output_folder import write_description
+from opslot.trainer.output_folder import start_output
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parse import config_changes
 from opslot.trainer.prepare import prepare_model
@@ -261,7 +261,7 @@ class BaseTrainer(ABC):
         with disk_errors(self.output_dir), memory_errors(self), worker_errors(), contextlib.ExitStack() as locked:
             on_first_rank(self._lock.acquire)
             locked.callback(self._lock.release)
-            on_first_rank(lambda: write_description(self.output_dir, self.config, self.model))
+            start_output(self.output_dir, self.config, self.model)
             record, completed = self._run_steps()
         return TrainResult(self.step, completed, record, None if completed else self._stop_signal)
 

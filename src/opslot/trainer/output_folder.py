@@ -11,6 +11,8 @@ from torch import nn
 
 from opslot._base.files import remove_temporary_files, write_json, write_text
 from opslot.checkpoint.training_state import STATE_FILE, is_complete
+from opslot.distributed import gather_objects, on_first_rank
+from opslot.distributed.shared_folder import not_shared, require_shared
 from opslot.slots import explain
 from opslot.trainer.checkpointing import CHECKPOINTS, damaged_checkpoints, find_checkpoints, newer_checkpoints, step_of
 from opslot.trainer.config import RunConfig, TrainConfig
@@ -83,6 +85,19 @@ def _latest(folder: Path, present: list[Path], problems: list[str]) -> Path | No
     return present[-1] if present else None
 
 
+def require_same_checkpoint(train: TrainConfig, checkpoint: Path | None) -> None:
+    """Check that all ranks found the same checkpoint to resume from.
+
+    Raises:
+        ConfigError: on every rank, if they found different ones, since their output folders differ.
+    """
+    found = gather_objects(checkpoint)
+    other = next((rank for rank, path in enumerate(found) if path != found[0]), None)
+    if other is not None:
+        paths = f"rank 0 would resume from {found[0]}, rank {other} from {found[other]}"
+        raise not_shared(Path(train.output_dir), "train.output_dir", paths)
+
+
 def _unwritable(folder: Path) -> str | None:
     """Why a folder cannot be written, or created; None where it can."""
     ancestor = folder
@@ -110,6 +125,12 @@ def _of_another_kind(output: Path) -> str | None:
     found = [f"{output / name} is a folder" for name in _FILES if (output / name).is_dir()]
     found += [f"{path} is a file" for name in _FOLDERS for path in sorted(output.glob(name)) if path.is_file()]
     return f"{', '.join(found)}; move it away, or {_ANOTHER}" if found else None
+
+
+def start_output(folder: Path, config: RunConfig, model: nn.Module) -> None:
+    """Write the run's description, and check that all ranks see it: each writes its part of a checkpoint."""
+    on_first_rank(lambda: write_description(folder, config, model))
+    require_shared(folder, "train.output_dir")
 
 
 def write_description(folder: Path, config: RunConfig, model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from opslot.trainer.commits import require_commits
 from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
 from opslot.trainer.lora_settings import check_lora
 from opslot.trainer.optimizer_settings import check_optimizer
-from opslot.trainer.output_folder import check_output
+from opslot.trainer.output_folder import check_output, require_same_checkpoint
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parallel_settings import check_cuda_graphs, check_data_parallel_mode
 from opslot.trainer.paths import PATHS, paths_in
@@ -138,6 +138,7 @@ def validate(config: RunConfig) -> RunInputs:
         raise _cannot_start(problems)
     if launched_rank() == 0:
         OutputLock(Path(config.train.output_dir)).require_free()
+    require_same_checkpoint(config.train, checkpoint)
     require_commits(config)
     files = [file for source in inputs.sources for file in source.files] + inputs.eval_files
     formats = {format_of(file, config.data.format) for file in files}
