@@ -1,12 +1,15 @@
 """If one rank fails, the others exit and the user sees its error."""
 
+import contextlib
 import errno
+import io
 import json
 import time
 
 import pytest
+import torch.distributed as dist
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, OtherRankFailed
 from opslot.distributed import consensus, fail_together, init_parallel_state, wait_for_ranks
 
 SCRIPT = """
@@ -146,6 +149,46 @@ def test_ranks_exit_together_without_an_error(start):
     results, _ = ended(start("fine"))
     assert [code for code, _ in results] == [0, 0]
     assert "done 1" in results[1][1]
+
+
+def fail_on_a_machine(is_told):
+    """Ranks 0 and 1 fail; rank 2 is on a machine that is lost, which may have reported an error before."""
+    rank = init_parallel_state(device_type="cpu").rank
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(output):
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setattr(consensus, "_GRACE_SECONDS", 2.0)
+        patch.setattr(consensus, "_LEAD_SECONDS", 0.2)
+        if rank == 2 and is_told:
+            dist.PrefixStore("opslot/0", consensus._own_connection()).set("error", "2 rank 3 exited")
+        dist.barrier()
+        started = time.monotonic()
+        error = fail_together_after(0.5 * rank) if rank < 2 else None
+        seconds = time.monotonic() - started
+    dist.barrier()
+    return error, seconds, output.getvalue()
+
+
+def fail_together_after(seconds):
+    try:
+        with fail_together():
+            time.sleep(seconds)
+            raise ConnectionError
+    except (ConnectionError, OtherRankFailed) as error:
+        return type(error)
+
+
+def test_rank_with_the_error_ends_first_when_a_machine_is_lost(ranks):
+    (kind, first, _), (other, second, text), _ = ranks.run(fail_on_a_machine, False, world=3)
+    assert (kind, other) == (ConnectionError, OtherRankFailed)
+    assert first < second
+    assert text == ""
+
+
+def test_error_of_a_lost_machine_is_shown(ranks):
+    for rank, (kind, _, text) in enumerate(ranks.run(fail_on_a_machine, True, world=3)[:2]):
+        assert kind is OtherRankFailed
+        assert text == f"opslot: rank {rank} stops: rank 3 exited\n"
 
 
 def wait_for_a_late_rank(folder):

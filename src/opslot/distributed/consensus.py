@@ -122,7 +122,7 @@ def root_cause(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-_ERROR, _SEEN, _DONE, _LEFT = "error", "seen", "done", "left"
+_ERROR, _SEEN, _REPORTED, _DONE, _LEFT = "error", "seen", "reported", "done", "left"
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 _SHOWN_SECONDS = 1.0
@@ -170,6 +170,9 @@ def fail_together() -> Iterator[None]:
             gone = ParallelError(own)
             _record(gone)
             raise gone from error
+        if not _is_reported(store):
+            # That rank has ended too: torchrun ends those of a machine where one was killed.
+            _print(first)
         time.sleep(_LEAD_SECONDS)
         raise OtherRankFailed(first) from error
     except KeyboardInterrupt as stop:
@@ -223,10 +226,19 @@ def _publish(store: dist.Store, message: str, readers: int) -> str | None:
             return first.partition(" ")[2]
         # This process may host the store, so it waits until the others have read the message.
         _await_count(store, _SEEN, readers, _GRACE_SECONDS)
+        store.add(_REPORTED, 1)
     except dist.DistError:
         # The rank that hosted the store is gone, so this rank reports its own error.
         return None
     return None
+
+
+def _is_reported(store: dist.Store) -> bool:
+    """Wait for the rank whose error was first to report it; it waits longer for ranks of a machine that is lost."""
+    with contextlib.suppress(dist.DistError):
+        _await_count(store, _REPORTED, 1, _GRACE_SECONDS)
+        return store.add(_REPORTED, 0) > 0
+    return False
 
 
 def _leave(store: dist.Store, done: threading.Event) -> None:
@@ -253,6 +265,11 @@ def _describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
+def _print(message: str) -> None:
+    sys.stdout.flush()
+    print(f"opslot: rank {dist.get_rank()} stops: {message}", file=sys.stderr, flush=True)
+
+
 def _watch(store: dist.Store, peers: LocalPeers, done: threading.Event) -> None:
     """End this process when another rank has reported an error or has exited; the main thread may be stuck in a
     collective."""
@@ -275,7 +292,6 @@ def _watch(store: dist.Store, peers: LocalPeers, done: threading.Event) -> None:
             return
         # Another rank may have noticed first that torchrun was killed, and exited.
         message = killed_launcher() or message
-        sys.stdout.flush()
-        print(f"opslot: rank {dist.get_rank()} stops: {message}", file=sys.stderr, flush=True)
+        _print(message)
         time.sleep(lead)
         os._exit(1)
