@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from opslot._base.errors import ConfigError, ParallelError
-from opslot.distributed import destroy_parallel_state, get_parallel_state, init_parallel_state
+from opslot.distributed import destroy_parallel_state, get_parallel_state, init_parallel_state, parallel_state
 from opslot.distributed.parallel_state import check_sizes
 
 
@@ -167,6 +168,22 @@ def test_rank_that_does_not_start_raises(monkeypatch, free_port):
         monkeypatch.setenv(name, value)
     with pytest.raises(ParallelError, match="1 of 2 ranks have not started within 1 s"):
         init_parallel_state(device_type="cpu", timeout=datetime.timedelta(seconds=1))
+
+
+def test_rank_that_fails_before_it_starts_is_named(monkeypatch, free_port):
+    """As on two machines of which one lacks a file, or GPUs."""
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in (environment | {"TORCHELASTIC_RUN_ID": "none"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="sp=3 does not divide the 2 processes"):
+        init_parallel_state(device_type="cpu", sp=3)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(parallel_state, "exit_with_launcher", lambda: None)
+    with pytest.raises(ParallelError, match="rank 1 failed: sp=3 does not divide the 2 processes\n  hint"):
+        init_parallel_state(device_type="cpu", sp=2, timeout=datetime.timedelta(seconds=20))
+    del store
 
 
 @pytest.mark.parametrize(

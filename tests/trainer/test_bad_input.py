@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,6 +268,20 @@ def test_missing_file_and_no_arguments(capsys, tmp_path):
     assert "no such file" in capsys.readouterr().err
     assert cli_train([]) == 2
     assert "usage: opslot train [CONFIG.yaml]" in capsys.readouterr().err
+
+
+def test_first_rank_of_torchrun_reports_before_others_exit(monkeypatch, capsys, tmp_path):
+    """torchrun ends all ranks as soon as one exits."""
+    from opslot.trainer import cli_train
+
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    waits = []
+    monkeypatch.setattr("opslot.trainer.main.exit_with_launcher", lambda: None)
+    monkeypatch.setattr("opslot.trainer.main.time", SimpleNamespace(sleep=waits.append))
+    assert cli_train([str(tmp_path / "none.yaml")]) == 1
+    assert waits == [10.0]
+    assert capsys.readouterr().err == ""
 
 
 def test_traceback_option(train, settings):

@@ -243,7 +243,9 @@ def test_signal_while_the_run_is_described(train, monkeypatch):
     """Between preparation and the first step."""
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-    monkeypatch.setattr("opslot.trainer.output_folder.write_description", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(
+        "opslot.trainer.output_folder.write_description", lambda *_: signal.raise_signal(signal.SIGTERM)
+    )
     try:
         code, _, err = train()
     finally:

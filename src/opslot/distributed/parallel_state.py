@@ -40,6 +40,9 @@ from opslot._base.launcher import (
     launched_world_size,
 )
 
+# Added to the number of ranks that have started.
+_FAILED = -(1 << 40)
+
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
@@ -156,9 +159,13 @@ def init_parallel_state(
             the devices, or some of the launcher's environment variables are missing.
     """
     global _state
-    device = _own_device(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
-    world = dist.get_world_size() if dist.is_initialized() else launched_world_size()
-    dp_shard = check_sizes(world, dp_replicate, dp_shard, sp, ep)
+    try:
+        device = _own_device(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
+        world = dist.get_world_size() if dist.is_initialized() else launched_world_size()
+        dp_shard = check_sizes(world, dp_replicate, dp_shard, sp, ep)
+    except ConfigError as error:
+        report_failed_start(error)
+        raise
     if _state is not None and _state.mesh is not None:
         if (_state.dp_replicate, _state.dp_shard, _state.sp, _state.ep) != (dp_replicate, dp_shard, sp, ep):
             raise ConfigError(
@@ -242,16 +249,15 @@ def _wait_for_start(timeout: datetime.timedelta) -> dist.Store:
     In Python: torch waits in C++, where a rank ignores SIGINT and SIGTERM, and torchrun kills it after 30 seconds.
 
     Raises:
-        ParallelError: some have not started within `timeout`.
+        ParallelError: some have not started within `timeout`, or one has failed.
     """
-    world, hosts = launched_world_size(), not launched_by_torchrun() and launched_rank() == 0
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, world, hosts, timeout, wait_for_workers=False, multi_tenant=True)
-    # torchrun restarts ranks with the same store.
-    key = f"opslot/started/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    world, store = launched_world_size(), _launched_store(timeout)
+    key = _start_key("started")
     deadline = time.monotonic() + timeout.total_seconds()
     started = store.add(key, 1)
     while started < world:
+        if started < 0:
+            raise ParallelError(store.get(_start_key("failure")).decode())
         if time.monotonic() > deadline:
             raise ParallelError(
                 f"{world - started} of {world} ranks have not started within {timeout.total_seconds():.0f} s",
@@ -261,6 +267,32 @@ def _wait_for_start(timeout: datetime.timedelta) -> dist.Store:
         time.sleep(max(0.02, world / 5000))
         started = store.add(key, 0)
     return store
+
+
+def report_failed_start(error: Exception) -> None:
+    """Let the ranks that wait for this one to start raise its error; without torchrun or a wait, does nothing.
+
+    torchrun ends the ranks of this machine, but not those of others.
+    """
+    if dist.is_initialized() or not launched_by_torchrun():
+        return
+    with contextlib.suppress(ConfigError, dist.DistError, OSError):
+        if launched_with_rendezvous() and launched_world_size() > 1:
+            store = _launched_store(datetime.timedelta(seconds=10))
+            store.set(_start_key("failure"), f"rank {launched_rank()} failed: {error}")
+            store.add(_start_key("started"), _FAILED)
+
+
+def _launched_store(timeout: datetime.timedelta) -> dist.Store:
+    """The store that torchrun, or rank 0 without it, hosts."""
+    world, hosts = launched_world_size(), not launched_by_torchrun() and launched_rank() == 0
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, world, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def _start_key(name: str) -> str:
+    # torchrun restarts ranks with the same store.
+    return f"opslot/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _connect_seconds() -> int:

@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import CheckpointError, OpslotError, OtherRankFailed, ParallelError, TrainingError
-from opslot._base.launcher import exit_with_launcher, is_first_local_rank, launched_world_size
+from opslot._base.launcher import (
+    exit_with_launcher,
+    is_first_local_rank,
+    launched_by_torchrun,
+    launched_world_size,
+)
 from opslot.trainer.parse import build_parser, load_config
 from opslot.trainer.stopping import StoppedBeforeTraining, stopped_by_signals
 from opslot.trainer.threads import wait_without_spinning
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
 _LABELS_SHOWN = 20
 # With fewer optimizer steps, the default learning rates hardly change a model.
 _FEW_STEPS = 20
+# Ranks of a machine reach an error that they have in common at most this much apart: they import torch first.
+_LEAD_SECONDS = 10.0
 
 
 def cli_train(argv: Sequence[str]) -> int:
@@ -237,6 +245,13 @@ def _reported_by_first_rank() -> Iterator[None]:
     try:
         yield
     except OpslotError as error:
+        if not is_first_local_rank() and launched_by_torchrun():
+            # torchrun ends this rank when the first one exits; the other way round, it would end that one unheard.
+            time.sleep(_LEAD_SECONDS)
+        if launched_world_size() > 1 and not isinstance(error, ParallelError):
+            from opslot.distributed.parallel_state import report_failed_start
+
+            report_failed_start(error)
         if is_first_local_rank():
             raise
         raise OtherRankFailed("the first rank of this machine failed", hint="see its error") from error
