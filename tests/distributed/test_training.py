@@ -242,6 +242,38 @@ def test_local_sequence_without_sharding_raises(ranks, rank_failed, entry, messa
         ranks.run(without, entry)
 
 
+def generate_from_shards(use_cache):
+    from opslot.distributed import init_parallel_state
+    from opslot.models.parallelize import parallelize
+
+    model = parallelize(tiny.build("qwen3"), init_parallel_state(device_type="cpu", sp=2))
+    with torch.no_grad():
+        model.generate(tiny.rows(0)["input_ids"], max_new_tokens=2, pad_token_id=0, use_cache=use_cache)
+
+
+@pytest.mark.parametrize(("use_cache", "found"), [(True, "a cache"), (False, "logits_to_keep")])
+def test_generation_from_shards_raises(ranks, rank_failed, use_cache, found):
+    """Each rank would attend to the prompt on the other one as to a part of its own sequence."""
+    with pytest.raises(rank_failed, match=f"found: {found}, which generate passes\n  hint: generate with a model"):
+        ranks.run(generate_from_shards, use_cache)
+
+
+def log_probs(sizes):
+    """Those of global sequences [B, S]."""
+    import opslot
+    from opslot.distributed import get_parallel_state, init_parallel_state, shard_sequence
+
+    state = init_parallel_state(device_type="cpu", **sizes) if sizes else get_parallel_state()
+    model = opslot.parallelize(tiny.build("qwen3"), state)
+    own = model(**shard_sequence(tiny.rows(0), state), return_log_probs=True, use_cache=False).log_probs
+    return own.tolist()
+
+
+def test_log_probs_of_shards_need_no_count_of_labels(ranks):
+    found = torch.cat([torch.tensor(own) for own in ranks.run(log_probs, {"sp": 2})], 1)
+    torch.testing.assert_close(found, torch.tensor(log_probs({})), rtol=1e-5, atol=1e-5)
+
+
 def logged_warnings():
     """Log records for a model on two ranks: no labels, labels and num_items, labels in evaluation, only labels."""
     import logging

@@ -28,7 +28,7 @@ from opslot.models._multimodal.modalities import computes_features_inside, decod
 from opslot.models._multimodal.sequence import has_whole_sequences, shard_at_decoder
 from opslot.models._own_loss import averages_its_own_labels, keeps_labels_in_place
 from opslot.models._sequence.global_sequences import run_on_global_sequences
-from opslot.ops._common.documents import given_arguments
+from opslot.ops._common.documents import given_arguments, has_cache
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, Wrapper, walk_slots
@@ -210,13 +210,22 @@ def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     """Forward pre-hook: require what a rank cannot derive from its shard of the sequences.
 
     Raises:
-        ParallelError: no position_ids, or labels that the model would shift or average within the shard.
+        ParallelError: no position_ids, labels that the model would shift or average within the shard, or what only
+            `generate` passes.
     """
     given = given_arguments(model, args, kwargs)
+    kept = given.get("logits_to_keep")
+    if has_cache(given) or not (kept is None or (isinstance(kept, int) and kept == 0)):
+        raise ParallelError(
+            f"{class_name(model)} holds shards of sequences (sp > 1), and each rank would continue its own shard",
+            found=f"{'a cache' if has_cache(given) else 'logits_to_keep'}, which generate passes",
+            hint="generate with a model that is parallelized with sp=1, or with an inference engine",
+        )
     needed = {} if has_features(given) else {"position_ids": "each rank would count from 0"}
     if given.get("labels") is not None:
         needed["shift_labels"] = "the last token of each shard would have no label"
-        needed["num_items_in_batch"] = "each rank would average over its own tokens"
+        if not given.get("return_log_probs"):
+            needed["num_items_in_batch"] = "each rank would average over its own tokens"
     if given.get("labels") is not None and averages_its_own_labels(model):
         raise ParallelError(
             f"{class_name(model)} of this Transformers release computes the loss from its own labels, without "
