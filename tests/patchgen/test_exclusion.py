@@ -114,6 +114,34 @@ def test_excluding_a_set_that_uses_each_other(rewrite, patch):
     assert rewrite(source, patch) == "class Thinker:\n            pass\n".replace("            ", "    ")
 
 
+def test_exclusions_are_applied_together_after_other_edits(rewrite, patch):
+    source = """
+        class Talker:
+            def make(self):
+                return Vocoder()
+
+        class Vocoder:
+            def owner(self):
+                return Talker
+
+        class Omni:
+            def talk(self):
+                return Talker()
+        """
+    patch.exclude_from_output("Talker")
+    patch.exclude_from_output("Vocoder")
+    patch.set_attribute("Vocoder", "rate", 1)
+    patch.override_method("Omni.talk", "def talk(self):\n    raise NotImplementedError\n", description="no talker")
+    assert rewrite(source, patch) == lines(
+        """
+        class Omni:
+            # [PATCHED: no talker (Patch.4)]
+            def talk(self):
+                raise NotImplementedError
+        """
+    )
+
+
 def test_excluding_a_set_names_the_remaining_user(make_release, patch):
     source = """
         class Talker: ...

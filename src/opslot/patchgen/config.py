@@ -35,7 +35,8 @@ from opslot.patchgen.primitives import TextPrimitives, pairs_of, require_python
 class PatchConfig(TextPrimitives):
     """The edits that turn one upstream modeling module into opslot's.
 
-    Edits apply in the order they are written. The primitives that state replacement text are in `TextPrimitives`.
+    Edits apply in the order they are written, exclusions last. The primitives that state replacement text are in
+    `TextPrimitives`.
 
     Args:
         source_module: dotted name of the upstream module, such as `transformers.models.qwen3.modeling_qwen3`.
@@ -231,7 +232,7 @@ class PatchConfig(TextPrimitives):
     def exclude_from_output(self, *names: str) -> None:
         """Leave classes or functions out of the generated module, with what only they used.
 
-        They are removed together, so they may use each other in any order.
+        All that a patch excludes is removed together, after its other edits, so it may use each other in any order.
         """
         if not names:
             raise PatchError("exclude_from_output needs at least one name", hint="name classes or functions")

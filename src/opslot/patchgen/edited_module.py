@@ -67,15 +67,6 @@ class EditedModule:
         assert isinstance(found, cst.FunctionDef | cst.ClassDef)
         return found
 
-    def is_excluded(self, symbol: str, edit: Edit) -> bool:
-        """Whether an edit before this one excluded the symbol's class; raises for a symbol that does not exist."""
-        if self.find(symbol) is not None:
-            return False
-        owner = symbol.split(".")[0]
-        if self.index(owner) is None and self.upstream.find(owner) is not None:
-            return True
-        raise self._missing(symbol, edit)
-
     def _missing(self, symbol: str, edit: Edit) -> PatchError:
         owner = symbol.split(".")[0]
         return self.fail(edit, self.upstream.missing(symbol), show=owner if owner != symbol else None)
@@ -125,8 +116,7 @@ class EditedModule:
 
     def set_attribute(self, edit: ClassAttribute) -> None:
         """Give a class an attribute with a literal value."""
-        if self.is_excluded(edit.target, edit):
-            return
+        self.get(edit.target, edit)
         declared = self.class_slots.setdefault(edit.target, ClassSlots())
         declared.attributes[edit.attribute] = edit.value
         declared.numbers.append(self.number(edit))

@@ -171,7 +171,7 @@ class UndecoratedCopy(Edit):
 class Exclude(Edit):
     """Leave classes and functions out, with their helpers, isinstance branches and `__all__` entries.
 
-    The symbols are removed together, so they may use each other. `target` is the first of them.
+    `target` is the first of them.
     """
 
     others: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ from opslot.patchgen.edits import (
     TakeKeywords,
     UndecoratedCopy,
 )
-from opslot.patchgen.exclusion import apply_exclude
+from opslot.patchgen.exclusion import apply_exclusions
 from opslot.patchgen.inheritance import apply_inherit_method
 from opslot.patchgen.module_edits import finish_module
 from opslot.patchgen.primitives import ExternalReplacement, Replacement
@@ -62,13 +62,21 @@ def apply_all(patch: PatchConfig, release: Release) -> tuple[EditedModule, list[
     check_conflicts(patch)
     edited = EditedModule(patch, release)
     problems = []
+    exclusions = [edit for edit in patch.edits if isinstance(edit, Exclude)]
     for edit in patch.edits:
+        if isinstance(edit, Exclude):
+            continue
         try:
             apply(edit, edited)
         except PatchError as problem:
             problems.append(problem)
         except cst.ParserSyntaxError as error:
             problems.append(edited.fail(edit, f"its text is not Python code: {error}"))
+    # Last, since other edits, wherever they are written, may remove the uses of what is excluded.
+    try:
+        apply_exclusions(exclusions, edited)
+    except PatchError as problem:
+        problems.append(problem)
     return edited, problems
 
 
@@ -112,7 +120,6 @@ apply.register(InheritMethod)(apply_inherit_method)
 apply.register(Replacement)(apply_replacement)
 apply.register(ExternalReplacement)(apply_external)
 apply.register(UndecoratedCopy)(apply_undecorated_copy)
-apply.register(Exclude)(apply_exclude)
 apply.register(Decorate)(apply_decorate)
 apply.register(TakeKeywords)(apply_take_keywords)
 apply.register(ClassAttribute)(lambda edit, edited: edited.set_attribute(edit))

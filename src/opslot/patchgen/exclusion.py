@@ -11,11 +11,17 @@ from opslot.patchgen.edits import Exclude
 from opslot.patchgen.tree import Node, Replacements, names_below, replace_nodes, walk
 
 
-def apply_exclude(edit: Exclude, edited: EditedModule) -> None:
-    for name in edit.whole:
+def apply_exclusions(edits: Sequence[Exclude], edited: EditedModule) -> None:
+    """Remove what all `edits` name, together: symbols of one may use those of another.
+
+    Raises:
+        PatchError: a symbol does not exist, or what stays in the module uses it.
+    """
+    authors = {name: edit for edit in edits for name in edit.whole}
+    for name, edit in authors.items():
         edited.get(name, edit)
     before = _references(edited.module)
-    for name in edit.whole:
+    for name in authors:
         _remove(edited, name)
         _drop_isinstance_branches(edited, name)
     left = _references(edited.module)
@@ -27,7 +33,7 @@ def apply_exclude(edit: Exclude, edited: EditedModule) -> None:
         for name in dead:
             _remove(edited, name)
         left = _references(edited.module)
-    for name in edit.whole:
+    for name, edit in authors.items():
         if users := left.get(name):
             raise edited.fail(
                 edit,

@@ -143,8 +143,6 @@ def apply_slot_loss(edit: SlotLoss, edited: EditedModule) -> None:
 
 
 def apply_decorate(edit: Decorate, edited: EditedModule) -> None:
-    if edited.is_excluded(edit.target, edit):
-        return
     method = edited.get(edit.target, edit)
     new = cst.Decorator(cst.Name(edit.decorator))
     edited.sign(edit, [new])
