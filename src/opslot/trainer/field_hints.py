@@ -13,8 +13,9 @@ _NAMES = {
     "model.model_path to start from, and train.output_dir": "checkpoint_dir",
     "model.ops_implementation": "use_liger_kernel enable_liger_kernel use_unsloth plugins",
     "model.ops_implementation.attn_implementation": (
-        "attn_implementation flash_attn flash_attention sdp_attention flex_attention xformers_attention"
+        "flash_attn flash_attention sdp_attention flex_attention xformers_attention"
     ),
+    "model.ops_implementation.moe_implementation": "experts_implementation",
     "model.tokenizer_path": "tokenizer_name tokenizer_config",
     "model.torch_dtype": "dtype",
     "model.torch_dtype: bfloat16": "pure_bf16",
@@ -81,7 +82,8 @@ _NAMES = {
     "train.ep_size": "expert_parallel_size",
     "train.eval_steps": "eval_strategy evaluation_strategy run_val_every_n_steps val_every_steps",
     "train.eval_steps, in steps": "evals_per_epoch",
-    "train.freeze: [vision]": "freeze_vision_tower",
+    "train.freeze: [audio]": "freeze_audio_tower",
+    "train.freeze: [vision]": "freeze_vision_tower freeze_vit",
     "train.freeze: [merger]": "freeze_multi_modal_projector",
     "train.freeze: [language_model]": "freeze_language_model",
     "train.fsdp.cpu_offload": "enable_fsdp_offload",
@@ -105,6 +107,7 @@ _NAMES = {
     "train.logging.wandb_project": "project",
     "train.lr": "learning_rate",
     "train.lr_scheduler": "lr_scheduler_type lr_decay_style",
+    "train.lr_of: {vision: LR}": "vit_lr",
     "train.max_grad_norm": "clip_grad_norm max_norm",
     "train.max_steps": "max_steps_per_epoch",
     f"train.micro_batch_size ({_BATCH})": (
@@ -176,4 +179,6 @@ _FIELDS = {name: hint for hint, names in _NAMES.items() for name in names.split(
 
 def known_elsewhere(name: str) -> str | None:
     """What to use in opslot for a dotted `name` of another trainer; "" where it can be left out; None if unknown."""
-    return _FIELDS.get(name.rsplit(".", 1)[-1].lower())
+    last = name.rsplit(".", 1)[-1].lower()
+    kernels = f"model.ops_implementation.{last}" if last.endswith("_implementation") else None
+    return _FIELDS.get(last, kernels)
