@@ -53,6 +53,17 @@ def test_all_eager_equals_transformers_bit_for_bit(arch):
         assert torch.equal(a.aux_loss, b.aux_loss)
 
 
+def test_language_model_of_a_multimodal_checkpoint(tmp_path):
+    whole = transformers.AutoModelForImageTextToText.from_config(tiny_config("qwen3_5")).eval()
+    whole.save_pretrained(tmp_path)
+    model = opslot.build_foundation_model(
+        tmp_path, tmp_path, architecture="Qwen3_5ForCausalLM", ops_implementation="eager"
+    )
+    assert type(model.config) is type(whole.config.text_config)
+    ids = torch.arange(5, 15)[None]
+    assert torch.equal(model.eval()(ids).logits, whole(ids).logits)
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 def test_auto_is_as_accurate_as_eager(arch):
     reference = original(arch)

@@ -64,8 +64,9 @@ def build_foundation_model(
         torch_dtype: parameters' dtype, e.g. "bfloat16"; default the config's, else float32.
         init_device: "cpu", "cuda", "npu", or "meta" for parameters without memory (then without `weights_path`).
         ops_implementation: kernels, as `OpsImplementationConfig` reads them; default "auto".
-        architecture: class name; default the first of the config's `architectures`, else that of Transformers' Auto
-            classes: <Model>ForConditionalGeneration with images or audio, <Model>ForCausalLM without.
+        architecture: class name, for a multimodal config also that of its language model alone; default the first of
+            the config's `architectures`, else that of Transformers' Auto classes: <Model>ForConditionalGeneration with
+            images or audio, <Model>ForCausalLM without.
         config_kwargs: values that override the config's.
         run_device: what kernels are chosen for; default `init_device`, and for "meta" this machine's best device.
         run_dtype: what the model will compute in, where autocast or FSDP2's mixed precision makes that another dtype
@@ -394,6 +395,15 @@ def auto_class_name(config: PreTrainedConfig, *, masked: bool = False) -> str:
     )
 
 
+def _part_of(config: PreTrainedConfig, cls: Any) -> PreTrainedConfig:
+    """The part of a multimodal config that a class of its language model has, as the Auto classes take it."""
+    own = getattr(cls, "config_class", None)
+    if own is None or isinstance(config, own):
+        return config
+    parts = (getattr(config, name, None) for name, part in config.sub_configs.items() if part is own)
+    return next(filter(None, parts), config)
+
+
 def _instantiate(
     cls: Any, config: PreTrainedConfig, dtype: torch.dtype | None, device: str, run_device: str | None, empty: bool
 ) -> PreTrainedModel:
@@ -408,6 +418,7 @@ def _instantiate(
     # The modeling code of Transformers can compute buffers after the construction, in `_init_weights`.
     has_buffers = device == "meta" and not cls.__module__.startswith(("transformers.", "opslot.generated."))
     empty = empty or has_buffers
+    config = _part_of(config, cls)
     with ExitStack() as stack:
         if not has_buffers:
             stack.enter_context(torch.device(device))
