@@ -284,6 +284,15 @@ def test_slot_with_another_variant_is_not_lost(monkeypatch):
     assert lost_slots("deepseek_v4", finder.find_patch("deepseek_v4", release), release) == ""
 
 
+def test_slot_of_a_part_that_a_patch_replaces_is_not_lost(monkeypatch):
+    patch = PatchConfig("transformers.models.llama.modeling_llama")
+    patch.override_method("LlamaMLP.forward", "def forward(self, x):\n    return x\n")
+    monkeypatch.setitem(finder.REGISTERED_PATCHES, "llama", patch)
+    found = finder.find_patch("llama", installed_release())
+    assert "LlamaMLP.forward swiglu_mlp/standard" not in found.slots
+    assert not any("_opslot_lost_slots" in block for block in found.final_blocks)
+
+
 def test_no_warning_without_a_lost_slot():
     patch = PatchConfig("transformers.models.gpt2.modeling_gpt2")
     assert lost_slots("gpt2", patch, installed_release()) == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from opslot.models.discovery.collected_forms import forms_digest
 from opslot.models.discovery.engine import discover
-from opslot.models.discovery.supported import lock_digest, lost_slots, supported_architectures
+from opslot.models.discovery.supported import lock_digest, lost_slots, replaces, supported_architectures
 from opslot.patchgen import PatchConfig, PatchError
 from opslot.patchgen.materialization import REGISTERED_PATCHES
 from opslot.patchgen.names import is_elsewhere, modeling_module
@@ -54,7 +54,7 @@ def find_patch(arch: str, release: Release) -> PatchConfig | None:
         return None
     # A copy: what is found is kept for the next call.
     patch = _extended(found.patch, added)
-    if lost := lost_slots(arch, patch, release):
+    if lost := lost_slots(arch, patch, release, added):
         patch.add_final_block(f"{LOST_SLOTS} = {lost!r}")
     return patch
 
@@ -70,8 +70,7 @@ def _extended(found: PatchConfig, added: PatchConfig | None) -> PatchConfig:
     patch.extend(found)
     if added is None:
         return patch
-    replaced = {symbol for edit in added.edits for symbol in edit.whole}
-    patch.edits = [edit for edit in patch.edits if not replaced & {edit.target, edit.target.split(".")[0]}]
+    patch.edits = [edit for edit in patch.edits if not replaces(added, edit.target)]
     patch.extend(added)
     return patch
 

@@ -42,16 +42,26 @@ def _of_op(slot: str) -> str:
     return slot.rpartition("/")[0]
 
 
-def lost_slots(arch: str, patch: PatchConfig, release: Release) -> str:
+def replaces(patch: PatchConfig, symbol: str) -> bool:
+    """Whether a patch replaces or excludes a symbol, or the class that has it."""
+    return any(whole in (symbol, symbol.split(".")[0]) for edit in patch.edits for whole in edit.whole)
+
+
+def lost_slots(arch: str, patch: PatchConfig, release: Release, added: PatchConfig | None = None) -> str:
     """A warning that names the expected slots that an architecture lacks in a release; "" if it has them all.
 
-    Where a slot of the op has another variant, none is lost: releases change what a part computes.
+    Where a slot of the op has another variant, none is lost: releases change what a part computes. Nor is one of a part
+    that the additions to what is discovered replace.
     """
     if arch not in supported_architectures():
         return ""
     lock = _lock()
     found = {_of_op(slot) for slot in patch.slots}
-    lost = [slot for slot in lock.expected_slots(arch, release.version) if _of_op(slot) not in found]
+    lost = [
+        slot
+        for slot in lock.expected_slots(arch, release.version)
+        if _of_op(slot) not in found and not (added and replaces(added, slot.partition(" ")[0]))
+    ]
     if not lost:
         return ""
     return (
