@@ -109,6 +109,17 @@ def digest_without_additions():
     return finder.digest("ministral", finder_release())
 
 
+def test_kernel_named_for_a_part_that_a_patch_replaces_raises():
+    patch = PatchConfig("transformers.models.arcee.modeling_arcee")
+    patch.override_method("ArceeForCausalLM.forward", "def forward(self, input_ids, **kwargs):\n    return input_ids\n")
+    register_architecture("arcee", patch=patch)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("arcee", **TINY))
+    message = r"chunk_loss': ArceeForCausalLM.forward has no slot: is replaced by a patch; use eager or auto"
+    with pytest.raises(ConfigError, match=message):
+        opslot.apply(model, {"cross_entropy_loss_implementation": "chunk_loss"})
+    opslot.apply(model, "auto")
+
+
 def test_forms_of_another_package(monkeypatch):
     monkeypatch.setattr(collected, "_registered", [])
     before = collected.forms_digest()

@@ -80,7 +80,7 @@ def _discover(arch: str, release: Release, *digests: str) -> Discovery:
     for fact in facts:
         if fact not in with_slots and not (alone and fact.attribute == MASKS_WITHOUT_POSITIONS):
             patch.set_attribute(fact.name, fact.attribute, fact.value)
-    for name, entries in _by_class(module, skips).items():
+    for name, entries in skipped_by_class(module, skips).items():
         patch.set_attribute(name, SKIPPED, entries)
     return Discovery(arch, patch, matches, skips)
 
@@ -126,7 +126,7 @@ def _has_only_slots(ops: set[str], name: str, matches: Iterable[Match], skips: I
     return any(map(of_class, matches)) and not any(map(of_class, skips))
 
 
-def _by_class(module: ModuleView, skips: Iterable[Skip]) -> dict[str, tuple[tuple[str, str, str], ...]]:
+def skipped_by_class(module: ModuleView, skips: Iterable[Skip]) -> dict[str, tuple[tuple[str, str, str], ...]]:
     """What `_opslot_skipped` is on each class: (op, symbol, reason).
 
     A skip belongs to the class that has the symbol; one of a function to all models.

@@ -6,15 +6,18 @@ import hashlib
 import importlib
 import importlib.util
 from pathlib import Path
+from typing import TypeGuard
 
 from opslot.models.discovery.collected_forms import forms_digest
-from opslot.models.discovery.engine import discover
+from opslot.models.discovery.engine import discover, skipped_by_class
 from opslot.models.discovery.supported import lock_digest, lost_slots, replaces, supported_architectures
 from opslot.patchgen import PatchConfig, PatchError
+from opslot.patchgen.edits import ClassAttribute, Edit, Exclude
+from opslot.patchgen.forms import ModuleView, Skip
 from opslot.patchgen.materialization import REGISTERED_PATCHES
 from opslot.patchgen.names import is_elsewhere, modeling_module
 from opslot.patchgen.source import Release
-from opslot.slots.protocol import LOST_SLOTS
+from opslot.slots.protocol import LOST_SLOTS, SKIPPED
 
 MODELS_PACKAGE = "opslot.models"
 
@@ -53,13 +56,13 @@ def find_patch(arch: str, release: Release) -> PatchConfig | None:
     if not found.matches and added is None and not known:
         return None
     # A copy: what is found is kept for the next call.
-    patch = _extended(found.patch, added)
+    patch = _extended(found.patch, added, release)
     if lost := lost_slots(arch, patch, release, added):
         patch.add_final_block(f"{LOST_SLOTS} = {lost!r}")
     return patch
 
 
-def _extended(found: PatchConfig, added: PatchConfig | None) -> PatchConfig:
+def _extended(found: PatchConfig, added: PatchConfig | None, release: Release) -> PatchConfig:
     """Both, without discovered edits of what the additions replace or exclude."""
     described = added or found
     patch = PatchConfig(
@@ -70,9 +73,31 @@ def _extended(found: PatchConfig, added: PatchConfig | None) -> PatchConfig:
     patch.extend(found)
     if added is None:
         return patch
-    patch.edits = [edit for edit in patch.edits if not replaces(added, edit.target)]
+    replaced = [edit for edit in patch.edits if replaces(added, edit.target)]
+    patch.edits = [edit for edit in patch.edits if edit not in replaced]
+    _skip(replaced, added, patch, release)
     patch.extend(added)
     return patch
+
+
+def _skip(replaced: list[Edit], added: PatchConfig, patch: PatchConfig, release: Release) -> None:
+    """Report the slots of replaced edits as skipped, unless the additions have a slot of the op there."""
+    module = ModuleView(release.module(patch.source_module))
+    own = {slot.partition("/")[0] for slot in added.slots}
+    excluded = {name for edit in added.edits if isinstance(edit, Exclude) for name in edit.whole}
+    slots = ((edit.target, getattr(edit, "slot", None)) for edit in replaced)
+    skips = [
+        Skip(target, str(slot), "is replaced by a patch")
+        for target, slot in slots
+        if slot is not None and f"{target} {slot.op}" not in own and target.split(".")[0] not in excluded
+    ]
+    known = {edit.target: edit.value for edit in patch.edits if _is_skipped(edit)}
+    for name, entries in skipped_by_class(module, skips).items():
+        patch.set_attribute(name, SKIPPED, known.get(name, ()) + entries)
+
+
+def _is_skipped(edit: Edit) -> TypeGuard[ClassAttribute]:
+    return isinstance(edit, ClassAttribute) and edit.attribute == SKIPPED
 
 
 def digest(arch: str, release: Release) -> str | None:
