@@ -404,6 +404,19 @@ def test_hf_backend_builds_the_original_class(monkeypatch):
         opslot.build_foundation_model(config_of("qwen3"))
 
 
+def test_hf_backend_names_kernels_that_are_not_used(monkeypatch, caplog):
+    monkeypatch.setenv("OPSLOT_BACKEND", "hf")
+    for ops in ("auto", "eager"):
+        opslot.build_foundation_model(config_of("qwen3"), ops_implementation=ops)
+    assert not caplog.records
+    overrides = {"model.layers.0.*": {"rotary_pos_emb_implementation": "torch_fused"}}
+    named = {"rms_norm_implementation": "torch_fused", "overrides": overrides}
+    opslot.build_foundation_model(config_of("qwen3"), ops_implementation=named)
+    (record,) = caplog.records
+    kernels = "rms_norm_implementation=torch_fused, rotary_pos_emb_implementation=torch_fused"
+    assert record.message == f"OPSLOT_BACKEND=hf, so these kernels are not used: {kernels}"
+
+
 def test_folder_of_a_run_is_not_a_config(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")

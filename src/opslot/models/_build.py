@@ -104,6 +104,8 @@ def build_foundation_model(
     model = _instantiate(cls, config, dtype, init_device, run_device, empty=weights_path is not None)
     if backend == "hf":
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
+        if named := ops.named_kernels():
+            logger.warning("%s=hf, so these kernels are not used: %s", BACKEND_VARIABLE, ", ".join(named))
     else:
         device = run_device or (None if init_device == "meta" else init_device)
         put = bind_everywhere if not has_slots(model) and _has_kernels_per_module(model) else apply

@@ -191,6 +191,13 @@ class OpsImplementationConfig:
         """Fields with a value other than "auto"."""
         return ((field, value) for field, value in self._values.items() if value != "auto")
 
+    def named_kernels(self) -> list[str]:
+        """Fields and overrides that name a kernel, as `field=kernel`."""
+        everywhere = (self._values, *self.overrides.values())
+        fields = ((name, value) for chosen in everywhere for name, value in chosen.items())
+        named = (f"{self.name_of(name)}={value}" for name, value in fields if value not in ("auto", "eager"))
+        return list(dict.fromkeys(named))
+
     def name_of(self, field: str) -> str:
         """The name under which the user set a field: an alias or its own."""
         return self._aliases_given.get(field, field)
