@@ -109,15 +109,35 @@ def digest_without_additions():
     return finder.digest("ministral", finder_release())
 
 
-def test_kernel_named_for_a_part_that_a_patch_replaces_raises():
-    patch = PatchConfig("transformers.models.arcee.modeling_arcee")
-    patch.override_method("ArceeForCausalLM.forward", "def forward(self, input_ids, **kwargs):\n    return input_ids\n")
-    register_architecture("arcee", patch=patch)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("arcee", **TINY))
-    message = r"chunk_loss': ArceeForCausalLM.forward has no slot: is replaced by a patch; use eager or auto"
-    with pytest.raises(ConfigError, match=message):
-        opslot.apply(model, {"cross_entropy_loss_implementation": "chunk_loss"})
-    opslot.apply(model, "auto")
+_PATCHED = """
+import logging
+from transformers import AutoModelForCausalLM
+import opslot
+from opslot.models import register_architecture
+from opslot.patchgen import PatchConfig
+from opslot.verify.tiny import tiny_config
+
+logging.basicConfig(format="%(message)s", force=True)
+patch = PatchConfig("transformers.models.arcee.modeling_arcee")
+patch.override_method("ArceeForCausalLM.forward", "def forward(self, input_ids, **kwargs):\\n    return input_ids\\n")
+patch.modify_init("ArceeModel", "def f(self, config):\\n    self.extra = 1\\n")
+register_architecture("arcee", patch=patch)
+print(opslot.build_foundation_model(tiny_config("arcee")).model.extra)
+model = AutoModelForCausalLM.from_config(tiny_config("arcee"))
+try:
+    opslot.apply(model, {"cross_entropy_loss_implementation": "chunk_loss"})
+except opslot.ConfigError as error:
+    print(error)
+"""
+
+
+def test_what_a_registered_patch_replaces_is_reported(forks, tmp_path):
+    script = tmp_path / "patched.py"
+    script.write_text(_PATCHED)
+    out, err = forks.start(script).communicate()
+    assert out.startswith("1\n")
+    assert "chunk_loss': ArceeForCausalLM.forward has no slot: is replaced by a patch; use eager or auto" in out
+    assert err.count("changes ArceeModel.__init__, which has run before without the change") == 1
 
 
 def test_forms_of_another_package(monkeypatch):

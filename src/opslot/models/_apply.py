@@ -19,6 +19,7 @@ from opslot.models._own_classes import (
     with_slots,
 )
 from opslot.models._registry import architecture_of
+from opslot.patchgen.materialization import REGISTERED_PATCHES
 from opslot.patchgen.names import architecture_in
 from opslot.patchgen.own_code import has_own_kernels
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
@@ -78,6 +79,7 @@ def apply(
         raise nothing_to_bind(model)
     _copy_shared_activations(model)
     _report_unread(model)
+    _report_constructors(moves)
     for module, old, new in moves:
         _give_class(module, old, new)
     try:
@@ -194,6 +196,22 @@ def _warn_of_unread(problem: str) -> None:
     logger.warning(
         "%s; it keeps its own code, and has no kernels except in slots that it declares with OpSlot", problem
     )
+
+
+def _report_constructors(moves: list[tuple[Any, type, type]]) -> None:
+    """Log which constructors that a registered patch changes have not run, since the instances are older."""
+    missed = []
+    for new in dict.fromkeys(new for _, _, new in moves):
+        architecture = architecture_of(new, generated=True)
+        patch = REGISTERED_PATCHES.get(architecture.name) if architecture is not None else None
+        changed = {symbol for edit in patch.edits for symbol in edit.symbols} if patch is not None else set()
+        missed += [name for cls in new.__mro__ if (name := f"{cls.__name__}.__init__") in changed]
+    if missed:
+        logger.warning(
+            "the registered patch changes %s, which has run before without the change; opslot.build_foundation_model "
+            "makes models with it",
+            ", ".join(dict.fromkeys(missed)),
+        )
 
 
 def _give_class(module: Any, old: type, new: type) -> None:
