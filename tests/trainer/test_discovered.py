@@ -60,6 +60,10 @@ def test_model_that_sees_the_labels_raises(train, of):
     assert code == 2
     assert "BertLMHeadModel is not a causal language model, which task pretrain trains" in err
     assert "found: BertLayer attends to later tokens, since is_decoder is false in its config" in err
+    of("gemma3_text", use_bidirectional_attention=True)
+    assert (
+        "found: it attends to later tokens, since use_bidirectional_attention is set in its gemma3_text" in train()[2]
+    )
 
 
 DELTA = {
@@ -98,21 +102,17 @@ def with_vision(name, **sizes):
         ),
     ],
 )
-def test_vision_language_model_with_linear_attention_trains_without_packing(train, of, settings, model_type, sizes):
+def test_vision_language_model_with_linear_attention_trains_on_packed_texts(train, of, settings, model_type, sizes):
     of(model_type, **sizes)
     settings["train"] |= {"max_steps": 2, "eval_steps": 2}
     settings["data"]["sample_by"] = "line"
-    code, _, err = train()
-    assert code == 2
-    assert "cannot train on packed documents, which would see each other" in err
-    assert "hint: set data.packing: false" in err
-    settings["data"]["max_tokens_per_batch"] = 64
-    assert "hint: set data.packing: false and remove data.max_tokens_per_batch" in train()[2]
-    settings["data"] |= {"max_tokens_per_batch": None, "packing": False}
-    code, out, err = train()
-    assert "Traceback" not in err
-    assert code == 0
-    assert "load it with: AutoModelForImageTextToText.from_pretrained(" in out
+    packed = {}, {"max_tokens_per_batch": 64}
+    for number, data in enumerate([*packed, {"max_tokens_per_batch": None, "packing": False}]):
+        settings["data"] |= data
+        settings["train"]["output_dir"] += str(number)
+        code, out, err = train()
+        assert code == 0, err
+        assert "load it with: AutoModelForImageTextToText.from_pretrained(" in out
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,10 @@ def why_not_causal(model: Any) -> str | None:
     head = _class_with_loss(model)
     if head is not None and "MaskedLM" in head.__name__:
         return f"{head.__name__} predicts masked tokens, from earlier and later ones"
+    # "vision" is for images alone.
+    text = model.config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return f"it attends to later tokens, since use_bidirectional_attention is set in its {text.model_type} config"
     return None
 
 
