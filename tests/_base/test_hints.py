@@ -18,6 +18,7 @@ WITHOUT_HINT = {
     ("checkpoint/safetensors_file.py", "_corrupt"): INSIDE,
     ("data/tokenizing.py", "check"): PASSED,
     ("distributed/consensus.py", "fail_together"): "names the rank whose error has the hint, or that was killed",
+    ("distributed/parallel_state.py", "_wait_for_start"): "names the rank whose error has the hint",
     ("optim/selection.py", "_adamw_8bit"): INSIDE,
     ("patchgen/edited_module.py", "fail"): WRAPPED,
     ("slots/binding.py", "_resolve"): LIST,

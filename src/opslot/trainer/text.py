@@ -22,7 +22,6 @@ from opslot.data.encoder import SampleError
 from opslot.data.loader import SampleLoader, TokenLoader
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
-from opslot.models._multimodal.modalities import decoder_of
 from opslot.models._own_loss import why_not_causal
 from opslot.models._sequence.packing import packing_problem
 from opslot.models.flop_modules import TOKENS
@@ -185,8 +184,7 @@ class TextTrainer(BaseTrainer):
 
     def packing_problem(self, model: PreTrainedModel) -> str | None:
         """Why packed documents would see each other in `model`; None where they don't."""
-        # Beside texts, an encoder does nothing.
-        return packing_problem(decoder_of(model) or model)
+        return packing_problem(model)
 
     def model_options(self) -> dict[str, Any]:
         """Further options of `build_foundation_model`."""

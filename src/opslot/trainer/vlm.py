@@ -11,6 +11,7 @@ from opslot.data.encoder import SampleError
 from opslot.data.loader import TokenLoader
 from opslot.data.multimodal.samples import MultimodalEncoder
 from opslot.models._multimodal.modalities import inlined_inputs
+from opslot.models._sequence.packing import packing_problem
 from opslot.models.flop_modules import FRAMES, PATCHES, TOKENS
 from opslot.trainer.generating import answer_about_media, conversation
 from opslot.trainer.processors import multimodal_class
@@ -39,8 +40,7 @@ class VLMTrainer(TextTrainer):
         positions = self.encoder.positions
         if positions.axes > 1 and not positions.takes_text_axis:
             return f"it takes no positions of documents beside the {positions.axes} axes of its rotary embedding"
-        # Encoders compute each image, video and audio by itself.
-        return super().packing_problem(model)
+        return packing_problem(model)
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()

@@ -9,6 +9,7 @@ import torch
 
 from opslot._base.errors import ConfigError
 from opslot.models._apply import apply, has_generated_classes
+from opslot.models._multimodal.modalities import decoder_of
 from opslot.models.discovery.engine import RECURRENCES
 from opslot.slots.protocol import keeps_sequences, modules_by_document, walk_slots, why_by_document
 
@@ -16,9 +17,12 @@ from opslot.slots.protocol import keeps_sequences, modules_by_document, walk_slo
 def packing_problem(model: Any) -> str | None:
     """Why packed documents would see each other in `model`; None where they don't.
 
+    Encoders compute each image, video and audio by itself.
+
     Args:
         model: with slots, or (OPSLOT_BACKEND=hf) of a class without, in which nothing runs once for each document.
     """
+    model = decoder_of(model) or model
     if has_generated_classes(model):
         return keeps_sequences(model)
     with torch.device("meta"):
