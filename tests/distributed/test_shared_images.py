@@ -14,7 +14,7 @@ from opslot.models._multimodal import sequence as multimodal_sequence
 from opslot.models._multimodal.images import visual_inputs
 from opslot.models._multimodal.modalities import feature_module, features_of, find_towers
 from opslot.models._multimodal.probe import Probe
-from opslot.models._multimodal.shared_images import _bounds, can_share_frames, can_share_images
+from opslot.models._multimodal.shared_images import Sharing, _bounds, sharing_of
 from opslot.verify.media import media_samples, pack, with_common_divisor
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -25,6 +25,11 @@ KINDS = {
     "qwen2_5_vl": ("mixed", "video"),
     "gemma3": ("image", "one"),
     "hunyuan_vl": ("image",),
+    "gemma4": ("image", "video"),
+    "idefics3": ("image",),
+    "kimi_k25": ("video",),
+    "llava_onevision": ("image", "video"),
+    "mistral3": ("image", "text"),
 }
 
 
@@ -61,12 +66,22 @@ def on_ranks(name):
     state = init_parallel_state(device_type="cpu", sp=2)
     model, batches = build(name)
     opslot.parallelize(model, state)
-    seen = []
-    patch_embed = next(m for m in feature_module(model).modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d))
-    patch_embed.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    seen = count_inputs(model, len)
     own = [shard_sequence(batch, state) for batch in with_common_divisor(batches)]
     found = {key: value.tolist() for key, value in train_step(model, own).items()}
     return found, sum(seen)
+
+
+def count_inputs(model, measure):
+    """The list that gets the measure of each input of the layer that embeds patches."""
+    found = [
+        module
+        for name, module in feature_module(model).named_modules()
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d) or name.endswith("patch_embedder.input_proj")
+    ]
+    seen = []
+    found[0].register_forward_pre_hook(lambda module, args: seen.append(measure(args[0])))
+    return seen
 
 
 @pytest.mark.quick("gemma3")
@@ -80,13 +95,24 @@ def test_two_ranks_equal_one_process(ranks, name):
     assert worst_difference(found[0], expected) == ""
 
 
-@pytest.mark.parametrize(("name", "expected"), [("qwen3_vl", True), ("hunyuan_vl", False), ("ovis2", False)])
-def test_features_must_follow_from_patches(name, expected):
-    """hunyuan_vl has features at the ends of rows too. Ranks exchanged other numbers of them than expected. ovis2 also
-    returns embeddings of the tokens around images, which were taken for features of images.
+@pytest.mark.parametrize(
+    ("name", "method", "expected"),
+    [
+        ("qwen3_vl", "get_image_features", Sharing(by_frame=False, is_known=True)),
+        ("qwen3_vl", "get_video_features", Sharing(by_frame=True, is_known=True)),
+        ("ernie4_5_vl_moe", "get_video_features", Sharing(by_frame=False, is_known=True)),
+        ("gemma4", "get_video_features", Sharing(by_frame=True, is_known=False)),
+        ("hunyuan_vl", "get_image_features", Sharing(by_frame=False, is_known=False)),
+        ("idefics3", "get_image_features", Sharing(by_frame=True, is_known=False)),
+        ("mistral3", "get_image_features", Sharing(by_frame=False, is_known=False)),
+        ("ovis2", "get_image_features", None),
+    ],
+)
+def test_how_ranks_share_images(name, method, expected):
+    """ernie4_5_vl_moe joins frames, and hunyuan_vl has features at the ends of rows too. ovis2 also returns embeddings
+    of the tokens around images, which were taken for features of images.
     """
-    holder = feature_module(random_model(tiny_config(name)))
-    assert can_share_images(holder, "get_image_features") is expected
+    assert sharing_of(feature_module(random_model(tiny_config(name))), method) == expected
 
 
 def test_images_that_attend_to_each_other_are_not_shared(monkeypatch):
@@ -101,33 +127,39 @@ def test_images_that_attend_to_each_other_are_not_shared(monkeypatch):
         outputs.pooler_output = tuple(image + mean for image in outputs.pooler_output)
         return outputs
 
-    assert can_share_images(holder, "get_image_features")
+    assert sharing_of(holder, "get_image_features")
     monkeypatch.setattr(type(holder), "get_image_features", joined)
     other = feature_module(random_model(tiny_config("qwen3_vl")))
-    assert not can_share_images(other, "get_image_features")
+    assert not sharing_of(other, "get_image_features")
 
 
 @pytest.mark.parametrize("method", ["get_image_features", "get_video_features"])
 def test_images_with_features_for_several_layers_are_shared(method):
     """Those of one layer were compared with another layer's, so that no published Qwen3-VL shared images."""
-    assert can_share_images(feature_module(random_model(config_of("qwen3_vl"))), method)
+    assert sharing_of(feature_module(random_model(config_of("qwen3_vl"))), method)
 
 
 @pytest.mark.parametrize("name", ["blip-2", "llama4"])
 def test_images_with_nested_or_internal_outputs_are_shared(name):
-    assert can_share_images(feature_module(random_model(tiny_config(name))), "get_image_features")
+    assert sharing_of(feature_module(random_model(tiny_config(name))), "get_image_features")
 
 
-def test_each_rank_computes_a_part(ranks):
-    rows = [seen for _, seen in ranks.run(on_ranks, "gemma3", timeout=60)]
-    # Three images over two ranks, and one smallest input on the rank that has none of a single image.
-    assert sum(rows) == 4
-
-
-@pytest.mark.parametrize(("name", "expected"), [("qwen3_vl", True), ("ernie4_5_vl_moe", False)])
-def test_frames_that_an_encoder_joins_are_not_shared(name, expected):
-    holder = feature_module(random_model(tiny_config(name)))
-    assert can_share_frames(holder, "get_video_features") is expected
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Three images over two ranks, and one smallest input on the rank that has none of a single image.
+        ("gemma3", [2, 2]),
+        # One of two images and the smallest video, then the smallest image and the only frame or another.
+        ("gemma4", [4, 4]),
+        ("idefics3", [1, 1]),
+        # Five crops of an image in each of two, a video of two frames, and the smallest inputs.
+        ("llava_onevision", [8, 8]),
+        # Two images, and the smallest input of each rank beside text.
+        ("mistral3", [2, 2]),
+    ],
+)
+def test_each_rank_computes_a_part(ranks, name, expected):
+    assert [seen for _, seen in ranks.run(on_ranks, name, timeout=60)] == expected
 
 
 def features_of_videos(name):
@@ -140,11 +172,10 @@ def features_of_videos(name):
     inputs = visual_inputs(holder, method, [(3, 1, 2), (1, 2, 2)])
     generator = torch.Generator().manual_seed(0)
     inputs["pixel_values_videos"] = torch.randn(inputs["pixel_values_videos"].shape, generator=generator)
+    pixels = inputs["pixel_values_videos"].shape[-1]
     expected = pytree.tree_leaves(features_of(getattr(holder, method)(**inputs)))
     find_towers(model).run_on_every_rank(model)
-    patch_embed = next(m for m in holder.modules() if isinstance(m, torch.nn.Conv3d))
-    seen = []
-    patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel() // module.weight[0].numel()))
+    seen = count_inputs(model, lambda x: x.numel() // pixels)
     # As in the forward pass of the model.
     before = multimodal_sequence._whole.set(True)
     try:
@@ -155,12 +186,20 @@ def features_of_videos(name):
     return equal, seen
 
 
-@pytest.mark.parametrize(("name", "outputs"), [("qwen2_5_vl", 2), ("qwen3_vl", 8)])
-def test_ranks_share_the_frames_of_a_video(ranks, name, outputs):
+@pytest.mark.parametrize(
+    ("name", "outputs", "patches"),
+    [
+        # 8 patches of each frame of the first video, and 16 of the second.
+        ("qwen2_5_vl", 2, [16, 24]),
+        ("qwen3_vl", 8, [16, 24]),
+        # 16 of each of four frames, with padding.
+        ("gemma4", 2, [32, 32]),
+    ],
+)
+def test_ranks_share_the_frames_of_a_video(ranks, name, outputs, patches):
     parts = ranks.run(features_of_videos, name, timeout=60)
     assert [equal for equal, _ in parts] == [[True] * outputs] * 2
-    # 8 patches of each frame of the first video, and 16 of the second.
-    assert [seen for _, seen in parts] == [[16], [24]]
+    assert [seen for _, seen in parts] == [[count] for count in patches]
 
 
 @pytest.mark.parametrize(

@@ -37,17 +37,16 @@ from opslot.models._multimodal.images import visual_inputs
 from opslot.models._multimodal.sequence import has_whole_sequences
 from opslot.models._multimodal.shared_images import (
     INTERNAL_STATES,
-    can_share_frames,
-    can_share_images,
+    Sharing,
     pooled_features,
     share_images,
+    sharing_of,
 )
 from opslot.slots.protocol import trained_model
 
 # Methods that compute features of a modality.
 _INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
-_VIDEO_METHOD = "get_video_features"
-_METHODS = ("get_image_features", _VIDEO_METHOD, AUDIO_METHOD)
+_METHODS = ("get_image_features", "get_video_features", AUDIO_METHOD)
 # Attribute of a model with towers that every rank runs.
 _CALLS = "_tower_calls"
 # What `generate` calls to encode images and audio before the forward pass.
@@ -275,12 +274,12 @@ class _Run:
         self.encoded: set[bool] = set()
         self.kept: dict[bool, list[nn.Module]] = {False: [], True: []}
         state = get_parallel_state()
-        # By method that sequence-parallel ranks share: whether they also share the frames of one video.
-        self.shared = {
-            name: name == _VIDEO_METHOD and can_share_frames(holder, name)
-            for name in dummies
-            if state.sp > 1 and name != AUDIO_METHOD and can_share_images(holder, name)
-        }
+        # Of methods whose images or videos sequence-parallel ranks share.
+        self.shared: dict[str, Sharing] = {}
+        for name in dummies if state.sp > 1 else ():
+            sharing = sharing_of(holder, name) if name != AUDIO_METHOD else None
+            if sharing is not None:
+                self.shared[name] = sharing
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook of the model."""

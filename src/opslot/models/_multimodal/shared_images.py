@@ -1,9 +1,8 @@
 """Images and videos shared over the sequence-parallel ranks of their sequences.
 
 Each rank computes a contiguous part of them, balanced by patches, and all ranks get all features. The frames of a video
-may be on several ranks where the encoder computes each on its own. The inputs must give the number of features of each
-image before they are computed: patches with a grid and as many features for each patch of any image, or images of one
-size.
+may be on several ranks where the encoder computes each on its own. Where the number of features of each image does not
+follow from the inputs, the ranks exchange it, for which the host waits.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
-from opslot.distributed import gather_outputs, get_parallel_state
+from opslot.distributed import gather_objects, gather_outputs, get_parallel_state
 from opslot.models._multimodal.images import Size, visual_inputs
 from opslot.models._multimodal.probe import Probe, find_once
 
 # Outputs of an encoder that the language model does not read.
 INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")
-_IMAGE_DIMS = 4
+_PIXELS = ("pixel_values", "flattened_patches")
+_IMAGE_DIMS, _NESTED_DIMS = 4, 5
 # Relative to the largest feature, in float32: sums of other lengths are taken in another order.
 _ROUNDING = 1e-5
 # Frames, height and width of images and videos.
@@ -44,97 +44,122 @@ def pooled_features(outputs: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How ranks share the images or videos of a method.
+
+    Attributes:
+        by_frame: the frames of a video may be on several ranks.
+        is_known: the number of features of each image follows from the inputs.
+    """
+
+    by_frame: bool
+    is_known: bool
+
+
+@dataclass(frozen=True)
 class _Images:
     """The inputs of a method that computes features.
 
     Attributes:
-        tensors: arguments with a first dim of patches or of images.
+        tensors: arguments with a first dim of patches, frames or images.
         rows: by argument, the rows of it that each image has.
-        patches: of each image or video; 1 where all have the same size.
-        grid: the argument with the frames, height and width of each image in patches; None for images of one size.
+        patches: of each image or video, or another measure of its size.
+        counts: the argument with the frames of each video, alone or before their height and width; None without.
+        has_proportional_features: features may be in proportion to `patches`.
     """
 
     tensors: dict[str, Tensor]
     rows: dict[str, list[int]]
     patches: list[int]
-    grid: str | None
+    counts: str | None
+    has_proportional_features: bool
+
+    @property
+    def outer_dims(self) -> torch.Size:
+        """Those of images [samples, images, channels, height, width] and videos [videos, frames, ...]; else none.
+
+        Crops of images have others beside them, such as `image_sizes`.
+        """
+        pixels = next(value for name, value in self.tensors.items() if name.startswith(_PIXELS))
+        dims = pixels.shape[:2] if pixels.dim() == _NESTED_DIMS else torch.Size()
+        return dims if all(x.shape[:2] == dims for x in self.tensors.values()) else torch.Size()
 
     def part(self, start: int, stop: int) -> dict[str, Tensor]:
         """The arguments of some of the images."""
         rows = self.rows.items()
         return {name: self.tensors[name][sum(count[:start]) : sum(count[:stop])] for name, count in rows}
 
-    def frames(self) -> _Images:
-        """The same with each frame of a video as an image."""
-        if self.grid is None:
-            return self
-        grid = self.tensors[self.grid]
-        counts = grid[:, 0]
-        of_frame = torch.cat([torch.ones_like(counts)[:, None], grid[:, 1:]], 1)
-        whole = {**self.tensors, self.grid: of_frame}
-        is_per_image = {name: rows == [1] * len(self.patches) for name, rows in self.rows.items()}
-        tensors = {
-            name: value.repeat_interleave(counts.to(value.device), 0) if is_per_image[name] else value
-            for name, value in whole.items()
-        }
-        patches = tensors[self.grid].prod(-1).tolist()
-        rows = {name: [1] * len(patches) if is_per_image[name] else patches for name in tensors}
-        return replace(self, tensors=tensors, rows=rows, patches=patches)
+    def frames(self) -> tuple[_Images, list[int]]:
+        """The same with each frame of a video, or image of a sample, by itself, and how many each one had."""
+        tensors = self.tensors
+        if self.counts is not None:
+            given = tensors[self.counts]
+            counts = given if given.dim() == 1 else given[:, 0]
+            ones = torch.ones_like(counts)
+            of_frame = ones if given.dim() == 1 else torch.cat([ones[:, None], given[:, 1:]], 1)
+            tensors = {**tensors, self.counts: of_frame}
+            tensors = {
+                name: value.repeat_interleave(counts.to(value.device), 0) if len(value) == len(counts) else value
+                for name, value in tensors.items()
+            }
+            numbers = counts.tolist()
+        elif self.outer_dims[:1] == (1,):
+            # Samples may be padded with images of zeros, so several are not divided.
+            tensors = {name: x.transpose(0, 1) for name, x in tensors.items()}
+            numbers = [self.outer_dims[1]]
+        else:
+            return self, [1] * len(self.patches)
+        found = _images(tensors)
+        assert found is not None, "the frames have the form of the videos"
+        return found, numbers
 
 
-def can_share_images(holder: Any, method: str) -> bool:
-    """Whether all outputs of `method` of `holder` are of images, with as many features for each patch of any image, and
-    the same beside other images.
+def sharing_of(holder: Any, method: str) -> Sharing | None:
+    """How ranks share the inputs of `method` of `holder`; None where they cannot.
 
-    HunYuan-VL has others at the ends of rows and images, and Ovis2 returns embeddings of tokens too. In MiniMax-M3
-    images attend to each other up to Transformers 5.17.
+    All outputs must be of images, and the same beside other images: Ovis2 also returns embeddings of tokens, and in
+    MiniMax-M3 images attend to each other up to Transformers 5.17.
     """
 
-    def find() -> bool:
+    def find() -> Sharing | None:
         probe = Probe(holder, method)
+        sizes = _SIZES[method]
         shares = set()
-        for size in _SIZES[method]:
+        for size in sizes:
             inputs = visual_inputs(probe.model, method, [size])
             images = _images(inputs) if inputs is not None else None
             if inputs is None or images is None:
-                return False
+                return None
             shares.add(Fraction(probe.features(inputs), sum(images.patches)))
-        if len(shares) > 1 or 0 in shares:
-            return False
-        one, two = (_sizes(probe, [_SIZES[method][0]] * count) for count in (1, 2))
-        if two != {name: 2 * size for name, size in one.items()}:
-            return False
-        drawn = _random_inputs(probe, [_SIZES[method][0]] * 2)
-        if drawn is None:
-            return False
+        drawn = _random_inputs(probe, sizes[:2])
+        if drawn is None or 0 in shares:
+            return None
         inputs, images = drawn
         parts = [_outputs(probe, {**inputs, **images.part(i, i + 1)}) for i in range(len(images.patches))]
-        return _are_close(_outputs(probe, inputs), [torch.cat(part) for part in zip(*parts, strict=True)])
+        if not _are_close(_outputs(probe, inputs), [torch.cat(part) for part in zip(*parts, strict=True)]):
+            return None
+        # HunYuan-VL has other features at the ends of rows and images.
+        is_known = images.has_proportional_features and len(shares) == 1
+        return Sharing(_shares_frames(probe), is_known)
 
     return find_once(holder, f"images shared by {method}", find)
 
 
-def _sizes(probe: Probe, images: Sequence[Size]) -> dict[str, int]:
-    """Elements of each output that the language model may read."""
-    with torch.no_grad():
-        outputs = getattr(probe.model, probe.method)(**(visual_inputs(probe.model, probe.method, images) or {}))
-    read = outputs if isinstance(outputs, Mapping) else {"": outputs}
-    leaves = {name: pytree.tree_leaves(value) for name, value in read.items() if name not in INTERNAL_STATES}
-    return {name: sum(x.numel() for x in own if isinstance(x, Tensor)) for name, own in leaves.items()}
-
-
-def can_share_frames(holder: Any, method: str) -> bool:
-    """Whether `method` of `holder` computes the same features of the frames of a video as of separate videos."""
-
-    def find() -> bool:
-        probe = Probe(holder, method)
-        drawn = _random_inputs(probe, [(2, 1, 3)])
-        if drawn is None or drawn[1].grid is None:
-            return False
-        inputs, images = drawn
-        return _are_close(_outputs(probe, inputs), _outputs(probe, {**inputs, **images.frames().tensors}))
-
-    return find_once(holder, f"frames shared by {method}", find)
+def _shares_frames(probe: Probe) -> bool:
+    """Whether a method computes the same features of the frames of a video, or images of a sample, by themselves."""
+    is_video = probe.method == "get_video_features"
+    drawn = _random_inputs(probe, [(2, 1, 3)] if is_video else [(1, 1, 3)] * 2)
+    if drawn is None:
+        return False
+    inputs, images = drawn
+    if not is_video and images.outer_dims:
+        joined = _images({name: x.transpose(0, 1) for name, x in images.tensors.items()})
+        assert joined is not None, "several images of a sample have the form of several samples"
+        images = joined
+    frames, numbers = images.frames()
+    if sum(numbers) == len(numbers):
+        return False
+    return _are_close(_outputs(probe, {**inputs, **images.tensors}), _outputs(probe, {**inputs, **frames.tensors}))
 
 
 def _random_inputs(probe: Probe, sizes: Sequence[Size]) -> tuple[dict[str, Any], _Images] | None:
@@ -186,7 +211,7 @@ def share_images(
     dummy: Callable[[], Mapping[str, Any] | None],
     given: Mapping[str, Any],
     rest: Mapping[str, Any],
-    by_frame: bool = False,
+    sharing: Sharing,
 ) -> Any:
     """`method(**given, **rest)`, computed by the ranks together.
 
@@ -195,7 +220,6 @@ def share_images(
         dummy: makes the smallest arguments, for a rank that gets no image.
         given: arguments that the method names.
         rest: those that it passes on.
-        by_frame: the frames of a video may be on several ranks.
     """
     group = get_parallel_state().sp_group
     # Precomputed inputs of the encoder, such as image_cu_seqlens, are of all images.
@@ -203,7 +227,7 @@ def share_images(
     images = _images(given) if group is not None and not precomputed else None
     if group is None or images is None:
         return method(**given, **rest)
-    parts = images.frames() if by_frame else images
+    parts, numbers = images.frames() if sharing.by_frame else (images, [1] * len(images.patches))
     bounds = _bounds(parts.patches, group.size())
     start, stop = bounds[group.rank()], bounds[group.rank() + 1]
     if start == stop:
@@ -215,26 +239,31 @@ def share_images(
         used = parts.part(start, stop)
         computed = sum(parts.patches[start:stop])
     outputs = method(**{**given, **used}, **rest)
-    counts = [sum(parts.patches[a:b]) for a, b in pairwise(bounds)]
-    return _Gathering(group, images.patches, counts, computed, start == stop).outputs(outputs)
+    patches = parts.patches if sharing.is_known else None
+    return _Gathering(group, bounds, numbers, patches, computed).outputs(outputs)
 
 
 def _images(arguments: Mapping[str, Any]) -> _Images | None:
-    """The images in the arguments of a method; None where the numbers of their features do not follow from them."""
+    """The images in the arguments of a method; None where the rows of each are unknown."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()}
-    grid = next((name for name in tensors if name.endswith("_grid_thw")), None)
-    pixels = next((value for name, value in tensors.items() if name.startswith("pixel_values")), None)
+    pixels = next((value for name, value in tensors.items() if name.startswith(_PIXELS)), None)
     if pixels is None:
         return None
+    grid = next((name for name in tensors if name.endswith(("_grid_thw", "_grid_hw"))), None)
+    counts = next((name for name in tensors if name.startswith("num_frames_per_")), None)
     if grid is not None:
         patches = tensors[grid].prod(-1).tolist()
-    elif pixels.dim() == _IMAGE_DIMS and len(tensors) == 1:
-        patches = [1] * len(pixels)
+        counts = grid if grid.endswith("_thw") else None
+    elif counts is not None:
+        patches = tensors[counts].tolist()
+    elif "image_sizes" in tensors:
+        patches = tensors["image_sizes"].prod(-1).tolist()
     else:
-        return None
+        patches = [1] * len(pixels)
     rows = {name: _rows(value, patches) for name, value in tensors.items()}
     known = {name: value for name, value in rows.items() if value is not None}
-    return _Images(tensors, known, patches, grid) if len(known) == len(rows) else None
+    is_proportional = grid is not None or (pixels.dim() == _IMAGE_DIMS and len(tensors) == 1)
+    return _Images(tensors, known, patches, counts, is_proportional) if len(known) == len(rows) else None
 
 
 def _rows(value: Tensor, patches: list[int]) -> list[int] | None:
@@ -260,17 +289,17 @@ class _Gathering:
     """Joins the features that the ranks computed.
 
     Attributes:
-        patches: of all images.
-        counts: patches of each rank.
+        bounds: where each rank's parts start, and their end; a part is an image, a video or a frame.
+        numbers: parts of each image or video.
+        patches: of each part, in proportion to its features; None where the ranks exchange the numbers of features.
         computed: patches that this rank computed.
-        is_dummy: they are of no image.
     """
 
     group: ProcessGroup
-    patches: list[int]
-    counts: list[int]
+    bounds: list[int]
+    numbers: list[int]
+    patches: list[int] | None
     computed: int
-    is_dummy: bool
 
     def outputs(self, outputs: Any) -> Any:
         """The method's outputs with the features of all images, and without the states that only this rank has."""
@@ -291,26 +320,40 @@ class _Gathering:
                 # One tensor for each layer.
                 found[name] = type(value)(self._of_images(layer) for layer in value)
             elif isinstance(value, Tensor):
-                found[name] = self._joined(value)
+                found[name] = self._of_images(value)
         return found
 
     def _of_images(self, value: Any) -> Any:
         """A tensor of all images, or a list with one for each."""
         if isinstance(value, Tensor):
-            return self._joined(value)
+            return self._joined(value, self._sizes(len(value)))
         own = list(value)
         nested = own[0].dim() - 1
-        joined = self._joined(torch.cat([x.flatten(0, nested - 1) if nested > 1 else x for x in own]))
-        share = Fraction(len(joined), sum(self.patches))
-        sizes = [int(share * count) for count in self.patches]
-        parts = joined.split(sizes)
+        flat = [x.flatten(0, nested - 1) for x in own]
+        sizes = self._sizes(sum(map(len, flat)), [len(x) for x in flat])
+        joined = self._joined(torch.cat(flat), sizes)
+        ends = list(accumulate(self.numbers, initial=0))
+        parts = joined.split([sum(sizes[start:stop]) for start, stop in pairwise(ends)])
         return type(value)(part.unflatten(0, (-1, *own[0].shape[1:nested])) if nested > 1 else part for part in parts)
 
-    def _joined(self, own: Tensor) -> Tensor:
+    def _sizes(self, total: int, own: list[int] | None = None) -> list[int]:
+        """Rows of features of each part, from the total of this rank and, of outputs in a list, those of its parts.
+
+        Exchanged totals are given to the first part of each rank.
+        """
+        if self.patches is not None:
+            share = Fraction(total, self.computed)
+            return [int(share * count) for count in self.patches]
+        start, stop = self.bounds[self.group.rank() :][:2]
+        mine = own or [total, *[0] * (stop - start - 1)]
+        # The parts of a rank without any are dummies.
+        return [size for sizes in gather_objects(mine[: stop - start], self.group) for size in sizes]
+
+    def _joined(self, own: Tensor, sizes: list[int]) -> Tensor:
         """Features [rows of all images, ...] from those of this rank."""
-        share = Fraction(len(own), self.computed)
-        counts = [int(share * count) for count in self.counts]
-        rows = own[:0] if self.is_dummy else own
+        counts = [sum(sizes[start:stop]) for start, stop in pairwise(self.bounds)]
+        # That of a rank without a part is a dummy.
+        rows = own[: counts[self.group.rank()]]
         padding = own.new_zeros(max(counts) - len(rows), *own.shape[1:])
         parts = gather_outputs(torch.cat([rows, padding]), 0, self.group).chunk(len(counts))
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
