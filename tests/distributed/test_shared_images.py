@@ -115,6 +115,21 @@ def test_how_ranks_share_images(name, method, expected):
     assert sharing_of(feature_module(random_model(tiny_config(name))), method) == expected
 
 
+def test_images_in_a_dim_that_is_not_the_first_are_not_shared(monkeypatch):
+    """As in HunYuan-VL up to Transformers 5.17: ranks exchanged features along the first dim."""
+    holder = feature_module(random_model(tiny_config("hunyuan_vl")))
+    original = type(holder).get_image_features
+
+    @functools.wraps(original)
+    def joined(*args, **kwargs):
+        outputs = original(*args, **kwargs)
+        outputs.pooler_output = torch.cat(outputs.pooler_output)[None]
+        return outputs
+
+    monkeypatch.setattr(type(holder), "get_image_features", joined)
+    assert sharing_of(holder, "get_image_features") is None
+
+
 def test_images_that_attend_to_each_other_are_not_shared(monkeypatch):
     """As in MiniMax-M3 up to Transformers 5.17: ranks that shared them computed other gradients of the encoder."""
     holder = feature_module(random_model(tiny_config("qwen3_vl")))
@@ -162,14 +177,13 @@ def test_each_rank_computes_a_part(ranks, name, expected):
     assert [seen for _, seen in ranks.run(on_ranks, name, timeout=60)] == expected
 
 
-def features_of_videos(name):
+def features_of_videos(name, sizes):
     """Whether features of shared videos equal those of unshared ones, and the patches that this rank computed."""
     init_parallel_state(device_type="cpu", sp=2)
     model, _ = build(name)
     holder = feature_module(model)
     method = "get_video_features"
-    # Videos of three frames and of one.
-    inputs = visual_inputs(holder, method, [(3, 1, 2), (1, 2, 2)])
+    inputs = visual_inputs(holder, method, sizes)
     generator = torch.Generator().manual_seed(0)
     inputs["pixel_values_videos"] = torch.randn(inputs["pixel_values_videos"].shape, generator=generator)
     pixels = inputs["pixel_values_videos"].shape[-1]
@@ -187,18 +201,17 @@ def features_of_videos(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "outputs", "patches"),
+    ("name", "sizes", "patches"),
     [
-        # 8 patches of each frame of the first video, and 16 of the second.
-        ("qwen2_5_vl", 2, [16, 24]),
-        ("qwen3_vl", 8, [16, 24]),
-        # 16 of each of four frames, with padding.
-        ("gemma4", 2, [32, 32]),
+        # 8 patches of each of three frames, and 16 of one.
+        ("qwen2_5_vl", [(3, 1, 2), (1, 2, 2)], [16, 24]),
+        ("qwen3_vl", [(3, 1, 2), (1, 2, 2)], [16, 24]),
+        ("gemma4", [(4, 1, 2)], [16, 16]),
     ],
 )
-def test_ranks_share_the_frames_of_a_video(ranks, name, outputs, patches):
-    parts = ranks.run(features_of_videos, name, timeout=60)
-    assert [equal for equal, _ in parts] == [[True] * outputs] * 2
+def test_ranks_share_the_frames_of_a_video(ranks, name, sizes, patches):
+    parts = ranks.run(features_of_videos, name, sizes, timeout=60)
+    assert all(equal and all(equal) for equal, _ in parts)
     assert [seen for _, seen in parts] == [[count] for count in patches]
 
 

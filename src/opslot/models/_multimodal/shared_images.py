@@ -25,7 +25,7 @@ from opslot.models._multimodal.probe import Probe, find_once
 # Outputs of an encoder that the language model does not read.
 INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")
 _PIXELS = ("pixel_values", "flattened_patches")
-_IMAGE_DIMS, _NESTED_DIMS = 4, 5
+_IMAGE_DIMS = 4
 # Relative to the largest feature, in float32: sums of other lengths are taken in another order.
 _ROUNDING = 1e-5
 # Frames, height and width of images and videos.
@@ -76,12 +76,14 @@ class _Images:
 
     @property
     def outer_dims(self) -> torch.Size:
-        """Those of images [samples, images, channels, height, width] and videos [videos, frames, ...]; else none.
+        """Those of images [samples, images, channels, height, width], videos [videos, frames, ...] and patches with
+        positions in both; else none.
 
         Crops of images have others beside them, such as `image_sizes`.
         """
         pixels = next(value for name, value in self.tensors.items() if name.startswith(_PIXELS))
-        dims = pixels.shape[:2] if pixels.dim() == _NESTED_DIMS else torch.Size()
+        is_nested = pixels.dim() > _IMAGE_DIMS or (pixels.dim() == _IMAGE_DIMS and len(self.tensors) > 1)
+        dims = pixels.shape[:2] if is_nested else torch.Size()
         return dims if all(x.shape[:2] == dims for x in self.tensors.values()) else torch.Size()
 
     def part(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -136,7 +138,7 @@ def sharing_of(holder: Any, method: str) -> Sharing | None:
             return None
         inputs, images = drawn
         parts = [_outputs(probe, {**inputs, **images.part(i, i + 1)}) for i in range(len(images.patches))]
-        if not _are_close(_outputs(probe, inputs), [torch.cat(part) for part in zip(*parts, strict=True)]):
+        if not _are_close(_outputs(probe, inputs), _concatenated(parts)):
             return None
         # HunYuan-VL has other features at the ends of rows and images.
         is_known = images.has_proportional_features and len(shares) == 1
@@ -173,6 +175,13 @@ def _random_inputs(probe: Probe, sizes: Sequence[Size]) -> tuple[dict[str, Any],
     return {**inputs, **pixels}, replace(images, tensors={**images.tensors, **pixels})
 
 
+def _concatenated(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Each output of several calls along its first dim; empty where that is not possible."""
+    outputs = [[x[number] for x in parts] for number in range(min(map(len, parts)))]
+    fit = all(len(x) == len(parts[0]) for x in parts) and all(len({x.shape[1:] for x in own}) == 1 for own in outputs)
+    return [torch.cat(own) for own in outputs] if fit else []
+
+
 def _are_close(whole: Sequence[Tensor], apart: Sequence[Tensor]) -> bool:
     if not whole or [x.shape for x in whole] != [x.shape for x in apart]:
         return False
@@ -196,6 +205,9 @@ def _read(outputs: Any) -> list[Tensor]:
     """The tensors in outputs without internal states; those of a sequence, which has one for each image, are joined."""
     if isinstance(outputs, Mapping):
         return [x for name, value in outputs.items() if name not in INTERNAL_STATES for x in _of_layers(name, value)]
+    if isinstance(outputs, Tensor):
+        # Ranks join the first dim, which is of all images in HunYuan-VL up to Transformers 5.17.
+        return [outputs]
     parts = [x.flatten(0, -2) for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
     return [torch.cat(parts)] if parts else []
 
