@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForImageTextToText
+from transformers.modeling_outputs import BaseModelOutput
 
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.models._multimodal.modalities import _zero_of_projections, find_towers
 from opslot.models._multimodal.parts import parts_of
+from opslot.models._multimodal.probe import count_features
 from opslot.verify.media import media_samples
 from opslot.verify.random_model import random_ids, random_model
 from opslot.verify.tiny import tiny_config
@@ -167,3 +169,10 @@ def test_projections_of_encoders_inside_the_decoder_are_the_merger():
     inside = [name for name in parts["merger"] if ".embed_tokens_extend." in name]
     assert len(inside) == 14
     assert not any(".embed_tokens_extend." in name for name in parts["language_model"])
+
+
+def test_features_in_an_attribute_without_a_field_are_counted():
+    """The patches of Pixtral's encoder were counted before they are merged, up to Transformers 5.17."""
+    outputs = BaseModelOutput(last_hidden_state=torch.ones(1, 8, 4))
+    outputs.pooler_output = (torch.ones(2, 4), torch.ones(3, 4))
+    assert count_features(outputs) == 5

@@ -34,11 +34,11 @@ from opslot.models._multimodal.conditional import (
 )
 from opslot.models._multimodal.decoder import decoder_in, reader_in
 from opslot.models._multimodal.images import visual_inputs
+from opslot.models._multimodal.probe import pooled_features
 from opslot.models._multimodal.sequence import has_whole_sequences
 from opslot.models._multimodal.shared_images import (
     INTERNAL_STATES,
     Sharing,
-    pooled_features,
     share_images,
     sharing_of,
 )

@@ -59,12 +59,20 @@ def find_once(holder: Any, method: str, find: Callable[[], Any]) -> Any:
     return known[method]
 
 
+def pooled_features(outputs: Any) -> Any:
+    """The `pooler_output` of a model output, or None.
+
+    It may be an attribute that the class has no field for, as that of Pixtral's encoder up to Transformers 5.17.
+    """
+    return getattr(outputs, "pooler_output", None)
+
+
 def count_features(outputs: Any) -> int:
     """Number of features in what a method such as `get_image_features` returns."""
     features = outputs
     if isinstance(outputs, Mapping):
-        names = ("pooler_output", "last_hidden_state")
-        features = next((outputs[name] for name in names if name in outputs), None)
+        pooled = pooled_features(outputs)
+        features = outputs.get("last_hidden_state") if pooled is None else pooled
         if features is None:
             # Pairs of a layer of the language model and what is added before it.
             _, features = outputs["deepstack_features"][0]

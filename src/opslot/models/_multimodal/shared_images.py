@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from opslot.distributed import gather_objects, gather_outputs, get_parallel_state
 from opslot.models._multimodal.images import Size, visual_inputs
-from opslot.models._multimodal.probe import Probe, find_once
+from opslot.models._multimodal.probe import Probe, find_once, pooled_features
 
 # Outputs of an encoder that the language model does not read.
 INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")
@@ -33,14 +33,6 @@ _SIZES = {
     "get_image_features": ((1, 1, 2), (1, 2, 2), (1, 3, 2)),
     "get_video_features": ((1, 1, 2), (1, 3, 2), (2, 1, 2)),
 }
-
-
-def pooled_features(outputs: Any) -> Any:
-    """The `pooler_output` of a model output, or None.
-
-    It may be an attribute that the class has no field for, as that of Pixtral's encoder up to Transformers 5.17.
-    """
-    return getattr(outputs, "pooler_output", None)
 
 
 @dataclass(frozen=True)
