@@ -17,7 +17,7 @@ MELS, WAVEFORM = "input_features", "input_values"
 # `get_audio_features` (Phi-4 multimodal).
 PLACED_MELS = "audio_input_features"
 # Names of inputs, the last one of codes.
-_KINDS = (MELS, WAVEFORM, "audio_input_ids")
+FEATURES = (MELS, WAVEFORM, "audio_input_ids")
 _TOKENS = "input_ids"
 # Names of the config of an audio encoder.
 AUDIO_CONFIGS = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config")
@@ -56,7 +56,7 @@ class AudioInputs:
         return {name: value.to(parameter.device) for name, value in found.items()}
 
     def _smallest(self) -> Inputs | None:
-        name = next((name for name in self._parameters if name in _KINDS), None)
+        name = next((name for name in self._parameters if name in FEATURES), None)
         if name is None or self._config is None:
             return None
         try:

@@ -36,12 +36,7 @@ from opslot.models._multimodal.decoder import decoder_in, reader_in
 from opslot.models._multimodal.images import visual_inputs
 from opslot.models._multimodal.probe import pooled_features
 from opslot.models._multimodal.sequence import has_whole_sequences
-from opslot.models._multimodal.shared_images import (
-    INTERNAL_STATES,
-    Sharing,
-    share_images,
-    sharing_of,
-)
+from opslot.models._multimodal.sharing import INTERNAL_STATES, Sharing, share, sharing_of
 from opslot.slots.protocol import trained_model
 
 # Methods that compute features of a modality.
@@ -274,11 +269,10 @@ class _Run:
         self.encoded: set[bool] = set()
         self.kept: dict[bool, list[nn.Module]] = {False: [], True: []}
         state = get_parallel_state()
-        # Of methods whose images or videos sequence-parallel ranks share.
+        # Of methods whose images, videos or audios sequence-parallel ranks share.
         self.shared: dict[str, Sharing] = {}
         for name in dummies if state.sp > 1 else ():
-            sharing = sharing_of(holder, name) if name != AUDIO_METHOD else None
-            if sharing is not None:
+            if (sharing := sharing_of(holder, name)) is not None:
                 self.shared[name] = sharing
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -307,7 +301,7 @@ class _Run:
         names = method_parameters(type(self.holder), name)
         given = {**dict(zip(names, args, strict=False)), **{n: x for n, x in kwargs.items() if n in names}}
         rest = {n: x for n, x in kwargs.items() if n not in names}
-        return share_images(method, self.dummies[name], given, rest, self.shared[name])
+        return share(method, self.dummies[name], given, rest, self.shared[name])
 
     def end(self, decoder: Any, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of what reads the features: the others, and the zeros in its inputs."""

@@ -2,7 +2,7 @@
 
 Features of images are placed in the embeddings of the global sequence, and positions and masks are computed from it.
 Then its parts for the ranks are cut: embeddings, positions of any number of axes, masks of tokens, features that are
-added in deeper layers. The images of the sequences are shared over their ranks (`shared_images`), or computed by all
+added in deeper layers. The images of the sequences are shared over their ranks (`sharing`), or computed by all
 of them. A rank's shard of the embeddings alone has a gradient, so gradients of towers are summed over ranks as all
 others are.
 """

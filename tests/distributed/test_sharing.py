@@ -1,4 +1,4 @@
-"""Images and videos shared over sequence-parallel ranks: each rank's encoder runs on a part of them."""
+"""Images, videos and audio shared over sequence-parallel ranks: each rank's encoder runs on a part of them."""
 
 import functools
 from itertools import pairwise
@@ -14,7 +14,7 @@ from opslot.models._multimodal import sequence as multimodal_sequence
 from opslot.models._multimodal.images import visual_inputs
 from opslot.models._multimodal.modalities import feature_module, features_of, find_towers
 from opslot.models._multimodal.probe import Probe
-from opslot.models._multimodal.shared_images import Sharing, _bounds, sharing_of
+from opslot.models._multimodal.sharing import Sharing, _bounds, share, sharing_of
 from opslot.verify.media import media_samples, pack, with_common_divisor
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -25,11 +25,13 @@ KINDS = {
     "qwen2_5_vl": ("mixed", "video"),
     "gemma3": ("image", "one"),
     "hunyuan_vl": ("image",),
-    "gemma4": ("image", "video"),
+    "gemma4": ("image", "video", "audio"),
     "idefics3": ("image",),
     "kimi_k25": ("video",),
     "llava_onevision": ("image", "video"),
     "mistral3": ("image", "text"),
+    "audioflamingo3": ("audio",),
+    "voxtral": ("audio",),
 }
 
 
@@ -73,11 +75,12 @@ def on_ranks(name):
 
 
 def count_inputs(model, measure):
-    """The list that gets the measure of each input of the layer that embeds patches."""
+    """The list that gets the measure of each input of the layer that embeds patches or frames of audio."""
     found = [
         module
         for name, module in feature_module(model).named_modules()
-        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d) or name.endswith("patch_embedder.input_proj")
+        if isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d)
+        or name.endswith("patch_embedder.input_proj")
     ]
     seen = []
     found[0].register_forward_pre_hook(lambda module, args: seen.append(measure(args[0])))
@@ -106,11 +109,15 @@ def test_two_ranks_equal_one_process(ranks, name):
         ("idefics3", "get_image_features", Sharing(by_frame=True, is_known=False)),
         ("mistral3", "get_image_features", Sharing(by_frame=False, is_known=False)),
         ("ovis2", "get_image_features", None),
+        ("qwen2_5_omni", "get_audio_features", Sharing(by_frame=False, is_known=False)),
+        ("granite_speech", "get_audio_features", None),
+        ("hy_v4_vl", "get_image_features", Sharing(by_frame=False, is_known=False)),
     ],
 )
-def test_how_ranks_share_images(name, method, expected):
-    """ernie4_5_vl_moe joins frames, and hunyuan_vl has features at the ends of rows too. ovis2 also returns embeddings
-    of the tokens around images, which were taken for features of images.
+def test_how_ranks_share(name, method, expected):
+    """ernie4_5_vl_moe joins frames. hunyuan_vl and hy_v4_vl have features at the ends of rows too, in proportion to the
+    patches of images of one width. ovis2 also returns embeddings of the tokens around images, which were taken
+    for features of images. The batch norms of granite_speech, in training, normalize by all audios.
     """
     assert sharing_of(feature_module(random_model(tiny_config(name))), method) == expected
 
@@ -164,13 +171,15 @@ def test_images_with_nested_or_internal_outputs_are_shared(name):
     [
         # Three images over two ranks, and one smallest input on the rank that has none of a single image.
         ("gemma3", [2, 2]),
-        # One of two images and the smallest video, then the smallest image and the only frame or another.
-        ("gemma4", [4, 4]),
+        # One of two images and the smallest video, then the smallest image and the only frame or another; the smallest
+        # image and video beside audio.
+        ("gemma4", [6, 6]),
         ("idefics3", [1, 1]),
         # Five crops of an image in each of two, a video of two frames, and the smallest inputs.
         ("llava_onevision", [8, 8]),
         # Two images, and the smallest input of each rank beside text.
         ("mistral3", [2, 2]),
+        ("voxtral", [1, 1]),
     ],
 )
 def test_each_rank_computes_a_part(ranks, name, expected):
@@ -213,6 +222,23 @@ def test_ranks_share_the_frames_of_a_video(ranks, name, sizes, patches):
     parts = ranks.run(features_of_videos, name, sizes, timeout=60)
     assert all(equal and all(equal) for equal, _ in parts)
     assert [seen for _, seen in parts] == [[count] for count in patches]
+
+
+def share_one_image():
+    """One image with a mask, and a smallest one of fewer frames without."""
+    init_parallel_state(device_type="cpu", sp=2)
+
+    def encode(pixel_values, pixel_attention_mask=None):
+        return pixel_values if pixel_attention_mask is None else pixel_values * pixel_attention_mask
+
+    given = {"pixel_values": torch.full((1, 4, 3), 2.0), "pixel_attention_mask": torch.full((1, 4, 3), 3.0)}
+    found = share(encode, lambda: {"pixel_values": torch.ones(1, 2, 3)}, given, {}, Sharing(False, False))
+    return found.tolist()
+
+
+def test_smallest_inputs_of_another_form(ranks):
+    """The mask of the real image was passed with them, and their features were exchanged in their own shape."""
+    assert ranks.run(share_one_image, timeout=60) == [torch.full((1, 4, 3), 6.0).tolist()] * 2
 
 
 @pytest.mark.parametrize(
