@@ -15,8 +15,10 @@ from PIL import Image
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from opslot.trainer import load_config
+from opslot.trainer.callbacks.writers import read_metrics
 from opslot.trainer.vlm import VLMTrainer
 from tests.processors import write_checkpoint
+from tests.trainer.runs import run_config
 
 # Packed documents would see each other.
 UNPACKED = ("hunyuan_vl", "mllama", "qwen2_audio")
@@ -144,6 +146,29 @@ def test_packed_families_equal_unpacked(family, settings, tmp_path):
     (packed,), expected = take_step(family_trainer(settings, tmp_path, packing=True))
     assert len(packed["cu_seq_lens_q"]) == len(lines) + 1
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+# Features are placed inside of the language model, layers mix tokens, or forwards count their own labels.
+UNSHARDED = ("inkling2", "mllama", "phi4_multimodal", "qwen2_audio")
+FAMILIES = (*QUICK, *SLOW, *UNPACKED)
+
+
+@pytest.mark.quick("llava_next")
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNSHARDED])
+def test_families_on_shards_equal_one_process(family, settings, ranks, tmp_path):
+    """Sequence-parallel ranks share the images, videos and audio of each sample."""
+    lines = write_run(family, settings, tmp_path)
+    settings["data"]["packing"] = False
+    settings["train"] |= {"micro_batch_size": 1, "max_steps": 1, "global_batch_size": len(lines)}
+    rows = []
+    for name, size in (("one", 1), ("two", 2)):
+        settings["train"] |= {"output_dir": str(tmp_path / name), "sp_size": size}
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(settings))
+        codes = [run_config(str(file))] if size == 1 else ranks.run(run_config, str(file), timeout=180)
+        assert set(codes) == {0}
+        rows += [(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)]
+    assert rows[1] == pytest.approx(rows[0], rel=1e-4)
 
 
 def family_trainer(settings, folder, *, packing):

@@ -355,7 +355,10 @@ class _Gathering:
         for name, value in list(outputs.items()):
             if name == "pooler_output":
                 continue
-            if name == "last_hidden_state" and pooled is None:
+            if name == "last_hidden_state" and value is pooled:
+                # Forwards may read either (Qwen-Omni's of audio).
+                found[name] = found.pooler_output
+            elif name == "last_hidden_state" and pooled is None:
                 found[name] = self._of_items(value)
             elif name in INTERNAL_STATES:
                 found[name] = None
