@@ -23,6 +23,7 @@ from opslot.verify.tiny import tiny_config
 KINDS = {
     "qwen3_vl": ("image", "video", "text", "packed"),
     "qwen2_5_vl": ("mixed", "video"),
+    "deepseek_vl_hybrid": ("image",),
     "gemma3": ("image", "one"),
     "hunyuan_vl": ("image",),
     "gemma4": ("image", "video", "audio"),

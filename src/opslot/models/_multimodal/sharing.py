@@ -25,7 +25,7 @@ from opslot.models._multimodal.audio import METHOD as AUDIO_METHOD
 from opslot.models._multimodal.images import Size, visual_inputs
 from opslot.models._multimodal.probe import Probe, find_once, pooled_features
 
-# Outputs of an encoder that the language model does not read.
+# Outputs of an encoder that the language model does not read; those of a second encoder have a prefix.
 INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")
 _FEATURES = ("pixel_values", "flattened_patches", *FEATURES)
 _IMAGE_DIMS = 4
@@ -230,7 +230,9 @@ def _outputs(probe: Probe, inputs: Mapping[str, Any]) -> list[Tensor]:
 def _read(outputs: Any) -> list[Tensor]:
     """The tensors in outputs without internal states; those of a sequence, which has one for each item, are joined."""
     if isinstance(outputs, Mapping):
-        return [x for name, value in outputs.items() if name not in INTERNAL_STATES for x in _of_layers(name, value)]
+        return [
+            x for name, value in outputs.items() if not name.endswith(INTERNAL_STATES) for x in _of_layers(name, value)
+        ]
     if isinstance(outputs, Tensor):
         # Ranks join the first dim, which is of all images in HunYuan-VL up to Transformers 5.17.
         return [outputs]
@@ -360,7 +362,7 @@ class _Gathering:
                 found[name] = found.pooler_output
             elif name == "last_hidden_state" and pooled is None:
                 found[name] = self._of_items(value)
-            elif name in INTERNAL_STATES:
+            elif name.endswith(INTERNAL_STATES):
                 found[name] = None
             elif isinstance(value, list | tuple):
                 # One tensor for each layer.
