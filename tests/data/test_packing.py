@@ -29,13 +29,13 @@ def epoch_of(samples, number=0):
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
-@given(lengths=lengths, size=st.integers(2, 32))
-def test_packed_samples_concatenate_the_documents(lengths, size):
-    samples = PackedDataset(Documents(lengths), size, shuffle=False)
+@given(lengths=lengths, size=st.integers(2, 32), drop_last=st.booleans())
+def test_packed_samples_concatenate_the_documents(lengths, size, drop_last):
+    samples = PackedDataset(Documents(lengths), size, shuffle=False, drop_last=drop_last)
     stream = np.concatenate([np.arange(1000 * i, 1000 * i + n) for i, n in enumerate(lengths)])
     got = torch.cat([sample["input_ids"][: size - sample["padding"]] for sample in epoch_of(samples)]).numpy()
     whole = max(size * (len(stream) // size), min(len(stream), size))
-    np.testing.assert_array_equal(got, stream[:whole])
+    np.testing.assert_array_equal(got, stream[:whole] if drop_last else stream)
 
 
 @given(lengths=lengths, size=st.integers(2, 32), seed=st.integers(0, 3), number=st.integers(0, 2))

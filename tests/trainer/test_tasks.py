@@ -93,6 +93,20 @@ def test_packed_loss_equals_unpacked_loss(chat_settings, tmp_path):
     torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-6)
 
 
+def test_evaluation_of_pretraining_counts_all_tokens(settings, tmp_path):
+    """The last, partial sample was left out."""
+    settings["train"] |= {"eval_steps": 1}
+    settings["data"] |= {"eval_path": settings["data"]["train_path"], "max_seq_len": 37}
+    trainer = trainer_of(settings, tmp_path)
+    batches = [batch for batch, _ in trainer.evaluated_batches()]
+    (dataset,) = trainer.data.eval_sets
+    lengths = [dataset.corpus.shard(number).lengths for number in dataset.documents.shards]
+    tokens = sum(int(own.sum()) for own in lengths)
+    assert tokens % 37
+    # With padding.
+    assert sum(batch["input_ids"].numel() for batch in batches) == -(-tokens // 37) * 37
+
+
 def test_loss_is_that_of_transformers(chat_settings, tmp_path):
     """The evaluation's loss from the masks of this test's own template arithmetic."""
     chat_settings["train"] |= {"max_steps": 1, "eval_steps": 1}

@@ -11,6 +11,7 @@ first buffers are small, so that training starts when a single shard is tokenize
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +105,14 @@ class PackedDataset(Dataset):
     """An endless sequence of samples of `max_seq_len` tokens; sample `i` is in epoch `i // samples_per_epoch`.
 
     With packing, an epoch is the concatenation of its documents, cut into samples: a document may continue in another
-    sample, without its beginning. The last, partial sample is dropped (unless it is the only one). Without packing,
-    each sample is one document, or the next `max_seq_len` tokens of a longer one, padded.
+    sample, without its beginning. Without packing, each sample is one document, or the next `max_seq_len` tokens of a
+    longer one, padded.
 
     Args:
         corpus: the tokenized documents.
         documents: a selection of them; default all.
         pad_token_id: pads samples that are too short; padding is never predicted.
+        drop_last: leave out the last, partial sample of an epoch with packing, unless it is the only one; else pad it.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class PackedDataset(Dataset):
         seed: int = 0,
         documents: Documents | None = None,
         pad_token_id: int = 0,
+        drop_last: bool = True,
     ) -> None:
         self.corpus = corpus
         self.max_seq_len = max_seq_len
@@ -131,6 +134,7 @@ class PackedDataset(Dataset):
         self.seed = seed
         self.documents = Documents(corpus) if documents is None else documents
         self.pad_token_id = pad_token_id
+        self.drop_last = drop_last
         self._sizes: dict[int, int] = {}
         self._samples_per_epoch: int | None = None
         self._epochs: dict[int, _Epoch] = {}
@@ -300,8 +304,10 @@ class PackedDataset(Dataset):
         self.corpus.prepare(buffer)
         end = (epoch.ends[-1] if epoch.ends else 0) + sum(self._size(int(number)) for number in buffer)
         epoch.ends.append(end)
-        samples = end // self.max_seq_len if self.packing else end
-        epoch.samples.append(min(1, end) if epoch.is_known and samples == 0 else samples)
+        if self.packing:
+            is_partial = epoch.is_known and not (self.drop_last and end >= self.max_seq_len)
+            end = math.ceil(end / self.max_seq_len) if is_partial else end // self.max_seq_len
+        epoch.samples.append(end)
 
     def _size(self, number: int) -> int:
         """Length of a shard's documents in the stream of an epoch."""

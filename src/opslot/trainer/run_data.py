@@ -249,6 +249,7 @@ class RunData:
             seed=self.config.train.seed,
             documents=documents,
             pad_token_id=padding_token(self.tokenizer),
+            drop_last=train,
         )
 
 
