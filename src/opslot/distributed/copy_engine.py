@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.distributed.consensus import gather_objects
 
 logger = get_logger(__name__)
-
-# (own, parts, rank, out), as `sum_parts`.
-SumParts = Callable[[Tensor, Tensor, int, Tensor], None]
 
 # Bytes per rank of one buffer: large enough that the barrier is cheap, and small compared with a layer.
 _BUFFER_BYTES = 2**28
@@ -139,9 +137,8 @@ class CopyReduceScatter:
         sent_dtype: dtype in which the gradients of a single backward pass are sent; see `gradient_sync`.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, add: SumParts | None = None) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._buffers = _Buffers(group, device)
-        self._add = add or sum_parts
         self._gives_input = True
         self.sent_dtype: torch.dtype | None = None
 
@@ -167,7 +164,7 @@ class CopyReduceScatter:
                     _rows(memory, other, sent, count)[rank].copy_(sent)
                 memory.barrier()
                 own = rows[rank, part]
-                self._add(own, _rows(memory, rank, own, count), rank, output_tensor[part])
+                _sum_parts(own, _rows(memory, rank, own, count), rank, output_tensor[part])
 
 
 class InPlaceReduction:
@@ -194,6 +191,15 @@ class InPlaceReduction:
         assert output_tensor is input_tensor
 
 
+def _sum_parts(own: Tensor, parts: Tensor, rank: int, out: Tensor) -> None:
+    """`sum_parts`, on a GPU by a Triton kernel."""
+    if not (own.is_cuda and has_package("triton")):
+        return sum_parts(own, parts, rank, out)
+    from opslot.distributed import triton_kernels
+
+    return triton_kernels.sum_parts(own, parts, rank, out)
+
+
 def sum_parts(own: Tensor, parts: Tensor, rank: int, out: Tensor) -> None:
     """out [n] = the sum over dim 0 of `parts` [ranks, n], with `own` [n] for row `rank`, in the dtype of `out`.
 
@@ -213,17 +219,13 @@ def _rows(memory: SharedMemory, rank: int, like: Tensor, count: int = 1) -> Tens
 
 
 def use_copies(
-    groups: list[tuple[FSDPModule, ProcessGroup]],
-    device: torch.device,
-    wanted: bool | None,
-    add: SumParts | None = None,
+    groups: list[tuple[FSDPModule, ProcessGroup]], device: torch.device, wanted: bool | None
 ) -> list[CopyReduceScatter]:
     """Replace FSDP's collectives by copies, and by nothing in groups of one rank. Every rank calls it alike.
 
     Args:
         groups: modules, and the ranks that shard each.
         wanted: True raises if copies are not possible; None keeps NCCL then; False keeps NCCL.
-        add: sums the gradients of the ranks; default `sum_parts`.
 
     Returns:
         The reductions by copies; empty with NCCL.
@@ -247,9 +249,7 @@ def use_copies(
         if device.type == "cuda":
             logger.info("FSDP uses NCCL instead of copies: %s", obstacle)
         return []
-    comms = {
-        name: (CopyAllGather(group, device), CopyReduceScatter(group, device, add)) for name, group in shared.items()
-    }
+    comms = {name: (CopyAllGather(group, device), CopyReduceScatter(group, device)) for name, group in shared.items()}
     for module, group in groups:
         if group.group_name in comms:
             gather, reduce = comms[group.group_name]

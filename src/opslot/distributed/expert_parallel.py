@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from opslot._base.device import has_package
 from opslot.distributed._collectives import all_to_all
 from opslot.distributed.dtensors import local_tensor
 from opslot.distributed.parallel_state import get_parallel_state
@@ -36,22 +37,15 @@ class ExpertParallel:
     Attributes:
         kernel: gets the received rows, with indices of local experts; an index equal to their number marks an expert of
             another rank.
-        add: sums each token's rows; default `sum_rows`.
     """
 
-    def __init__(
-        self,
-        kernel: Callable[..., Tensor],
-        group: ProcessGroup | None = None,
-        add: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, kernel: Callable[..., Tensor], group: ProcessGroup | None = None) -> None:
         self.kernel = kernel
-        self.add = add or sum_rows
         self._group = group
 
     def around(self, kernel: Callable[..., Tensor]) -> ExpertParallel:
         """The same for another kernel."""
-        return ExpertParallel(kernel, self._group, self.add)
+        return ExpertParallel(kernel, self._group)
 
     # How many rows are exchanged depends on the router's choices.
     @torch.compiler.disable
@@ -68,7 +62,7 @@ class ExpertParallel:
         sent, received = dispatch.sizes.wait()
         rows = sum(sent)
         token, order = dispatch.token[:rows], dispatch.order[:rows]
-        x = _TakeRows.apply(hidden_states, token, order, dispatch.first, self.add)
+        x = _TakeRows.apply(hidden_states, token, order, dispatch.first)
         x = all_to_all(x, group, received, sent)
         if len(x):
             x = self.kernel(x, *weights, index, routing_weights, *gating)
@@ -77,7 +71,7 @@ class ExpertParallel:
             unused = [*weights, routing_weights, *(value for value in gating if isinstance(value, Tensor))]
             x = x + sum(tensor[:0].sum() for tensor in unused).to(x.dtype)
         x = all_to_all(x, group, sent, received)
-        return _AddRows.apply(x, token, order, dispatch.first, self.add)
+        return _AddRows.apply(x, token, order, dispatch.first)
 
     def __repr__(self) -> str:
         return f"<expert parallel {self.kernel!r}>"
@@ -199,15 +193,15 @@ class _TakeRows(torch.autograd.Function):
     """x[token]; the transpose of `_AddRows`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, order: Tensor, first: Tensor, add: Callable[..., Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Tensor, order: Tensor, first: Tensor) -> Tensor:
         ctx.save_for_backward(order, first)
-        ctx.add = add
         return x.index_select(0, token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.add(grad.contiguous(), *ctx.saved_tensors), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        order, first = ctx.saved_tensors
+        return _sum_rows(grad.contiguous(), order, first), None, None, None
 
 
 class _AddRows(torch.autograd.Function):
@@ -218,16 +212,23 @@ class _AddRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, token: Tensor, order: Tensor, first: Tensor, add: Callable[..., Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, token: Tensor, order: Tensor, first: Tensor) -> Tensor:
         ctx.save_for_backward(token)
-        return add(rows, order, first)
+        return _sum_rows(rows, order, first)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
+
+
+def _sum_rows(rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
+    """`sum_rows`, on a GPU by a Triton kernel."""
+    if not (rows.is_cuda and has_package("triton")):
+        return sum_rows(rows, order, first)
+    from opslot.distributed import triton_kernels
+
+    return triton_kernels.sum_rows(rows, order, first)
 
 
 def sum_rows(rows: Tensor, order: Tensor, first: Tensor) -> Tensor:

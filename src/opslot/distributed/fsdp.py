@@ -24,7 +24,7 @@ from opslot.distributed.activations import (
     checkpoint_activations,
     keep_fsdp_from_checkpoints,
 )
-from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
+from opslot.distributed.copy_engine import CopyReduceScatter, use_copies
 from opslot.distributed.kept_parameters import keep_in_float32, policy_of
 from opslot.distributed.mixed_precision import (
     can_copy_parameters,
@@ -65,7 +65,6 @@ def shard_model(
     reshard_after_forward: bool | None = None,
     prefetch: int = 1,
     copy_engine: bool | None = None,
-    add: SumParts | None = None,
     load: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
     """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
@@ -100,7 +99,6 @@ def shard_model(
         prefetch: number of layers whose parameters are gathered ahead.
         copy_engine: gather and reduce by copies between the GPUs of one host instead of NCCL's kernels; default where
             possible. See `opslot.distributed.copy_engine`.
-        add: sums the copied gradients; default `opslot.distributed.copy_engine.sum_parts`.
         load: called with the sharded model to allocate and fill meta parameters,
             e.g. `lambda model: load_weights(model, folder)`.
 
@@ -157,7 +155,7 @@ def shard_model(
         if activation_checkpointing == "selective":
             keep_fsdp_from_checkpoints(model)
         _set_prefetch(model, groups, prefetch)
-        reductions = use_copies(_shard_groups(model, state, expert_modules), state.device, copy_engine, add)
+        reductions = use_copies(_shard_groups(model, state, expert_modules), state.device, copy_engine)
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
         if whole_experts and param_dtype is not None:
             compute_with_copies(model, param_dtype, [model.get_submodule(path) for path in whole_experts])

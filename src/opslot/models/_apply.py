@@ -32,7 +32,6 @@ from opslot.slots.protocol import (
     derived_from,
     original_of,
     replaced_forward,
-    set_replaced_forward,
     skipped_parts,
 )
 from opslot.slots.replaced_forwards import replaced_by
@@ -142,7 +141,7 @@ def _selects_any(
 ) -> bool:
     """Whether any module of a model without slots gets a kernel, such as a layer norm."""
     return any(
-        KERNEL_REGISTRY.op(slot.resolution.op_name).per_module and slot.resolution.chosen != "eager"
+        slot.op.per_module and slot.resolution.chosen != "eager"
         for slot in resolve(model, ops, device=device, dtype=dtype).slots
     )
 
@@ -225,7 +224,7 @@ def _give_class(module: Any, old: type, new: type) -> None:
     if "forward" in module.__dict__ and not _move_hooked_forward(module, old, new):
         module.__class__ = for_replaced_forward(new)
         problem = f"forward was replaced on this instance before opslot.apply, by {replaced_by(module)}"
-    set_replaced_forward(module, problem)
+    replaced_forward.set(module, problem)
 
 
 def _move_hooked_forward(module: Any, old: type, new: type) -> bool:
@@ -274,7 +273,7 @@ def restore(model: Any) -> Any:
         if original is not None and not _calls_generated_forward(module):
             _move_hooked_forward(module, type(module), original)
             module.__class__ = original
-            set_replaced_forward(module, None)
+            replaced_forward.set(module, None)
             _record_outputs_of(module)
     return model
 
@@ -346,4 +345,4 @@ def _undo(moves: list[tuple[Any, type, type]]) -> None:
     for module, old, new in moves:
         _move_hooked_forward(module, new, old)
         module.__class__ = old
-        set_replaced_forward(module, None)
+        replaced_forward.set(module, None)

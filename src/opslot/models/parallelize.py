@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.checkpoint.model_tensors import unread_experts
@@ -35,7 +34,7 @@ from opslot.models._registry import architecture_of
 from opslot.models._sequence.ulysses import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
 from opslot.slots.binding import Wrapper, class_name, wrapper_of
-from opslot.slots.protocol import modules_by_document, replaced_forward, set_removed_experts
+from opslot.slots.protocol import modules_by_document, removed_experts, replaced_forward
 
 __all__ = ["parallel_plan", "parallelize"]
 
@@ -107,7 +106,6 @@ def parallelize(
         plan=plan,
         head=head,
         with_root=towers.with_root if towers is not None else (),
-        add=_triton_sum("sum_parts", state.device),
         **options,
     )
     if is_sharded:
@@ -170,7 +168,7 @@ def _bind_parallel(
     if state.ep > 1:
         _check_experts(model, state, plan)
         _remove_unread_experts(model)
-        binding = with_expert_parallel(binding, state)
+        binding = with_expert_parallel(binding)
     if state.sp > 1:
         prepare_ulysses(root, binding, state, overlap)
         binding = with_ulysses(root, binding, pipeline, overlap)
@@ -179,7 +177,7 @@ def _bind_parallel(
     if is_sharded:
         # FSDP gathers the weight of the head in its forward.
         in_head = Wrapper("in the head's FSDP group", _loss_in_head)
-        binding = binding.with_wrapper(in_head, lambda slot: slot.resolution.op_name == "cross_entropy_loss")
+        binding = binding.with_wrappers(lambda slot: in_head if slot.op.name == "cross_entropy_loss" else None)
     write(root, binding)
 
 
@@ -242,11 +240,10 @@ def _warn_once(name: str, reason: str, hint: str) -> None:
     )
 
 
-def with_expert_parallel(binding: Binding, state: ParallelState) -> Binding:
+def with_expert_parallel(binding: Binding) -> Binding:
     """The binding with each kernel of experts called for the tokens of all ranks."""
-    around = functools.partial(ExpertParallel, add=_triton_sum("sum_rows", state.device))
-    wrapper = wrapper_of("expert parallel", around)
-    return binding.with_wrapper(wrapper, lambda slot: slot.resolution.op_name == "moe_experts")
+    wrapper = wrapper_of("expert parallel", ExpertParallel)
+    return binding.with_wrappers(lambda slot: wrapper if slot.op.name == "moe_experts" else None)
 
 
 def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) -> None:
@@ -291,16 +288,7 @@ def _remove_unread_experts(model: Any) -> None:
             weight = module.get_parameter(name)
             module.register_parameter(name, nn.Parameter(weight.detach()[:-count].clone(), weight.requires_grad))
         if unread:
-            set_removed_experts(module, unread)
-
-
-def _triton_sum(name: str, device: torch.device) -> Callable[..., Any] | None:
-    """`sum_rows` or `sum_parts` of `distributed.triton_kernels` on a GPU; None elsewhere, for plain torch."""
-    if device.type != "cuda" or not has_package("triton"):
-        return None
-    from opslot.distributed import triton_kernels
-
-    return getattr(triton_kernels, name)
+            removed_experts.set(module, unread)
 
 
 class _Head(nn.Linear):

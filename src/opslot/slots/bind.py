@@ -21,11 +21,8 @@ from opslot.slots.protocol import (
     modules_by_document,
     owns_config,
     padding_read_around,
-    set_attached,
-    set_binding_state,
+    padding_read_outside,
     set_kernel,
-    set_owns_config,
-    set_padding_read_outside,
     set_wrappers,
     walk_slots,
     why_by_document,
@@ -115,11 +112,11 @@ def _place(model: Any, slot: SlotBinding) -> _Placed:
     kernel: Callable[..., Any] | None = None
     if selected.chosen != "eager":
         kernel = KERNEL_REGISTRY.load(selected.op_name, selected.variant, selected.chosen)
-        if slot.slot or KERNEL_REGISTRY.op(selected.op_name).per_module:
+        if slot.slot or slot.op.per_module:
             kernel = BoundKernel(
                 selected.op_name, selected.variant, selected.chosen, selected.explicit, kernel, slot.path
             )
-    reference = KERNEL_REGISTRY.op(selected.op_name).variant(selected.variant).reference
+    reference = slot.op.variant(selected.variant).reference
     for wrapper in slot.wrappers:
         kernel = wrapper.wrap(module, kernel, reference)
     return _Placed(module, slot, kernel)
@@ -136,22 +133,22 @@ def _put(model: Any, binding: Binding, placed: list[_Placed]) -> None:
         if slot.slot:
             set_kernel(module, slot.slot, kernel)
             # Ops selected per module attach to those without slots alone.
-            if not KERNEL_REGISTRY.op(slot.resolution.op_name).per_module:
-                of_op.setdefault(slot.resolution.op_name, []).append(slot)
+            if not slot.op.per_module:
+                of_op.setdefault(slot.op.name, []).append(slot)
         else:
             attach.append((module, [slot], kernel))
     for module, slots, kernel in (*((model, slots, None) for slots in of_op.values()), *attach):
-        op = KERNEL_REGISTRY.op(slots[0].resolution.op_name)
+        op = slots[0].op
         if module is not model and not op.per_module:
-            set_padding_read_outside(module, padding_read_around(model, module))
+            padding_read_outside.set(module, padding_read_around(model, module))
         if op.attach is not None:
-            set_attached(module, {**attached(module), op.name: op.attach(module, slots, kernel)})
+            attached.set(module, {**attached(module), op.name: op.attach(module, slots, kernel)})
     runs = _runs(model, binding)
     profile = "" if all(s.resolution.explicit for s in binding.slots) else str(read_profile(binding.device))
     notes = [op.note(model) for op in KERNEL_REGISTRY.ops.values() if op.note is not None]
     note = "\n".join(line for line in (profile, *notes, _by_document(model)) if line)
     watch = model.register_forward_pre_hook(_follow, with_kwargs=True)
-    set_binding_state(model, _Written(binding, runs, make_report(binding, runs, runs, note), watch))
+    binding_state.set(model, _Written(binding, runs, make_report(binding, runs, runs, note), watch))
 
 
 def _take_down(model: Any) -> None:
@@ -159,12 +156,12 @@ def _take_down(model: Any) -> None:
     for module in reversed(list(model.modules())):
         if (state := binding_state(module)) is not None:
             state.watch.remove()
-            set_binding_state(module, None)
+            binding_state.set(module, None)
         for op_name, undo in attached(module).items():
             detach = KERNEL_REGISTRY.op(op_name).detach
             if detach is not None:
                 detach(module, undo)
-        set_attached(module, {})
+        attached.set(module, {})
     for _, module, slot, _, _ in walk_slots(model):
         set_kernel(module, slot, None)
 
@@ -173,7 +170,7 @@ def _runs(model: Any, binding: Binding) -> Runs:
     """Which of Transformers' implementations each op that has several would run now."""
     found: dict[tuple[str, str], str | None] = {}
     for slot in binding.slots:
-        runs = KERNEL_REGISTRY.op(slot.resolution.op_name).runs
+        runs = slot.op.runs
         # A kernel in a slot runs before Transformers' dispatch.
         if runs is not None and (not slot.slot or slot.resolution.chosen == "eager"):
             found[slot.path, slot.key] = runs(model.get_submodule(slot.path))
@@ -221,7 +218,7 @@ def unbind(model: Any) -> None:
         )
     _take_down(model)
     for module in model.modules():
-        set_padding_read_outside(module, None)
+        padding_read_outside.set(module, None)
 
 
 def _by_document(model: Any) -> str:
@@ -304,8 +301,8 @@ def own_config(model: Any) -> None:
         held = module.__dict__.get("config")
         if held is not None and id(held) in copies:
             module.config = copies[id(held)]
-            set_owns_config(module)
-    set_owns_config(model)
+            owns_config.set(module, True)
+    owns_config.set(model, True)
 
 
 def config_holders(model: Any) -> Iterator[Any]:

@@ -91,14 +91,18 @@ class SlotBinding:
     kept: str = ""
 
     @property
+    def op(self) -> OpSpec:
+        return KERNEL_REGISTRY.op(self.resolution.op_name)
+
+    @property
     def key(self) -> str:
         """The name under which the module keeps the slot's wrappers."""
-        return self.slot or self.resolution.op_name
+        return self.slot or self.op.name
 
     @property
     def field(self) -> str:
         """The configuration field that selects this kernel."""
-        return KERNEL_REGISTRY.op(self.resolution.op_name).field_of(self.resolution.variant)
+        return self.op.field_of(self.resolution.variant)
 
 
 @dataclass(frozen=True)
@@ -152,19 +156,18 @@ class Binding:
 
     def of(self, op_name: str) -> tuple[SlotBinding, ...]:
         """The slots of one op."""
-        return tuple(slot for slot in self.slots if slot.resolution.op_name == op_name)
+        return tuple(slot for slot in self.slots if slot.op.name == op_name)
 
-    def with_wrapper(self, wrapper: Wrapper, wraps: Callable[[SlotBinding], bool]) -> Binding:
-        """The binding with `wrapper` outermost in each slot that `wraps` accepts; once, however often it is called."""
-        return replace(
-            self,
-            slots=tuple(
-                replace(slot, wrappers=(*slot.wrappers, wrapper))
-                if wraps(slot) and all(known.name != wrapper.name for known in slot.wrappers)
-                else slot
-                for slot in self.slots
-            ),
-        )
+    def with_wrappers(self, choose: Callable[[SlotBinding], Wrapper | None]) -> Binding:
+        """The binding with the wrapper that `choose` returns outermost in each slot, each only once."""
+
+        def wrapped(slot: SlotBinding) -> SlotBinding:
+            wrapper = choose(slot)
+            if wrapper is None or any(known.name == wrapper.name for known in slot.wrappers):
+                return slot
+            return replace(slot, wrappers=(*slot.wrappers, wrapper))
+
+        return replace(self, slots=tuple(map(wrapped, self.slots)))
 
 
 def resolve(

@@ -29,14 +29,16 @@ On a generated module `_opslot_lost_slots`: which expected slots it lacks in thi
 classes by name.
 
 On an instance, in its `__dict__` alone, so that state_dict and parameters do not include it: the kernel in
-`_opslot_<slot>`, its wrappers, what undoes a binding, and what `set_adapted` and the other setters below note.
+`_opslot_<slot>`, its wrappers, what undoes a binding, and the `InstanceAttribute`s below.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 PREFIX = "_opslot_"
 # Of the names of attention in `AttentionInterface` that kernels have.
@@ -66,15 +68,7 @@ _CLASSES = PREFIX + "classes"
 ADOPT = PREFIX + "adopt"
 SUB_MODEL = PREFIX + "sub_model"
 _DERIVED_FROM = PREFIX + "derived_from"
-_BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
-_ATTACHED = PREFIX + "attached"
-_PADDING_READ_OUTSIDE = PREFIX + "padding_read_outside"
-_OWNS_CONFIG = PREFIX + "owns_config"
-_REPLACED_FORWARD = PREFIX + "replaced_forward"
-_LOSS_ONLY = PREFIX + "loss_only"
-_ADAPTED = PREFIX + "adapted"
-_REMOVED_EXPERTS = PREFIX + "removed_experts"
 
 
 class Skipped(NamedTuple):
@@ -230,15 +224,6 @@ def padding_read_around(root: Any, model: Any) -> str | None:
 def most_padding(found: Collection[str | None]) -> str | None:
     """Where padding is read by modules of which each reads it there: ALL_PADDING, FIRST_PADDING or None."""
     return next((where for where in (ALL_PADDING, FIRST_PADDING) if where in found), None)
-
-
-def padding_read_outside(model: Any) -> str | None:
-    """What `padding_read_around` found when the model was bound."""
-    return model.__dict__.get(_PADDING_READ_OUTSIDE)
-
-
-def set_padding_read_outside(model: Any, where: str | None) -> None:
-    _set(model, _PADDING_READ_OUTSIDE, where)
 
 
 def lost_slots(module: Any) -> str:
@@ -400,25 +385,6 @@ def _set(module: Any, attribute: str, value: Any) -> None:
         module.__dict__[attribute] = value
 
 
-def set_adapted(module: Any) -> None:
-    """Note that the parameters of a module have adapters (LoRA)."""
-    _set(module, _ADAPTED, True)
-
-
-def is_adapted(module: Any) -> bool:
-    """Whether the parameters of a module itself have adapters (LoRA)."""
-    return _ADAPTED in getattr(module, "__dict__", {})
-
-
-def removed_experts(module: Any) -> Mapping[str, int]:
-    """By parameter of a module, how many of its last experts expert parallelism removed, since nothing reads them."""
-    return module.__dict__.get(_REMOVED_EXPERTS, {})
-
-
-def set_removed_experts(module: Any, counts: Mapping[str, int]) -> None:
-    _set(module, _REMOVED_EXPERTS, counts)
-
-
 def set_kernel(module: Any, slot: str, kernel: Any) -> None:
     """Put a kernel into a slot; None clears it."""
     _set(module, PREFIX + slot, kernel)
@@ -441,46 +407,34 @@ def is_wrapped(model: Any) -> bool:
     return any(_WRAPPERS in module.__dict__ for module in model.modules())
 
 
-def attached(module: Any) -> dict[str, Any]:
-    """By op, what undoes the op's preparation of this module; empty where nothing was prepared."""
-    return module.__dict__.get(_ATTACHED, {})
+class InstanceAttribute(Generic[T]):
+    """An attribute of instances; a call returns that of a module, or the default."""
+
+    def __init__(self, name: str, default: T) -> None:
+        self._name = PREFIX + name
+        self._default = default
+
+    def __call__(self, module: Any) -> T:
+        return module.__dict__.get(self._name, self._default)
+
+    def set(self, module: Any, value: T) -> None:
+        """Set the attribute of a module; a false value removes it."""
+        _set(module, self._name, value or None)
 
 
-def set_attached(module: Any, states: dict[str, Any]) -> None:
-    _set(module, _ATTACHED, states or None)
-
-
-def binding_state(model: Any) -> Any:
-    """What `write` left on the model that it was called with, or None."""
-    return model.__dict__.get(_BINDING)
-
-
-def set_binding_state(model: Any, state: Any) -> None:
-    _set(model, _BINDING, state)
-
-
-def owns_config(module: Any) -> bool:
-    """Whether the module's Transformers config is a copy that no other model shares."""
-    return bool(module.__dict__.get(_OWNS_CONFIG))
-
-
-def set_owns_config(module: Any) -> None:
-    module.__dict__[_OWNS_CONFIG] = True
-
-
-def replaced_forward(module: Any) -> str | None:
-    """Why the slots of an instance are never read, where its forward was replaced before `opslot.apply`."""
-    return module.__dict__.get(_REPLACED_FORWARD)
-
-
-def set_replaced_forward(module: Any, reason: str | None) -> None:
-    _set(module, _REPLACED_FORWARD, reason)
-
-
-def loss_only(module: Any) -> bool:
-    """Whether a model in evaluation computes its loss alone, without logits."""
-    return bool(module.__dict__.get(_LOSS_ONLY))
-
-
-def set_loss_only(module: Any, value: bool) -> None:
-    _set(module, _LOSS_ONLY, value or None)
+# What `write` left on the model that it was called with.
+binding_state: InstanceAttribute[Any] = InstanceAttribute("binding", None)
+# By op, what undoes the op's preparation of a module.
+attached: InstanceAttribute[dict[str, Any]] = InstanceAttribute("attached", {})
+# What `padding_read_around` found when a model was bound.
+padding_read_outside: InstanceAttribute[str | None] = InstanceAttribute("padding_read_outside", None)
+# Whether a module's Transformers config is a copy that no other model shares.
+owns_config = InstanceAttribute("owns_config", False)
+# Why the slots of an instance are never read, where its forward was replaced before `opslot.apply`.
+replaced_forward: InstanceAttribute[str | None] = InstanceAttribute("replaced_forward", None)
+# Whether a model in evaluation computes its loss alone, without logits.
+loss_only = InstanceAttribute("loss_only", False)
+# Whether the parameters of a module itself have adapters (LoRA).
+is_adapted = InstanceAttribute("adapted", False)
+# By parameter of a module, how many of its last experts expert parallelism removed, since nothing reads them.
+removed_experts: InstanceAttribute[Mapping[str, int]] = InstanceAttribute("removed_experts", {})

@@ -112,7 +112,7 @@ def make_report(
     rows = rows_of(binding.slots, runs, now, replaced or {})
     rows += [BindingRow(absent.where, absent.op_name, "-", "absent", absent.why, ()) for absent in binding.absent]
     # The row of a sub-model has the reason of the parts in it.
-    shown = {(s.resolution.op_name, path) for s in binding.slots if not s.slot for path in (s.path, *s.parts)}
+    shown = {(s.op.name, path) for s in binding.slots if not s.slot for path in (s.path, *s.parts)}
     skipped = tuple(
         part for part in binding.skipped if shown.isdisjoint((part.op.split("/")[0], path) for path in part.modules)
     )

@@ -20,14 +20,14 @@ from opslot.checkpoint.adapters import ADAPTER, adapter_layers
 from opslot.distributed import ExpertParallel, get_parallel_state
 from opslot.distributed.dtensors import local_tensor
 from opslot.models._adapters.linear import set_forward
-from opslot.slots import Binding, Wrapper
-from opslot.slots.protocol import set_adapted
+from opslot.slots import Binding, SlotBinding, Wrapper
+from opslot.slots.protocol import is_adapted
 
 
 def mark_adapted_experts(model: nn.Module) -> None:
     """Mark experts with adapters, which decides what `auto` selects for them; call it before kernels are selected."""
     for layer in _expert_layers(model):
-        set_adapted(layer.get_base_layer())
+        is_adapted.set(layer.get_base_layer(), True)
 
 
 def _expert_layers(model: nn.Module) -> Iterator[Any]:
@@ -36,17 +36,17 @@ def _expert_layers(model: nn.Module) -> Iterator[Any]:
 
 def with_expert_adapters(binding: Binding, root: nn.Module) -> Binding:
     """The binding with the adapters of stacked experts added to the weights of each kernel."""
-    by_module: dict[int, list[Any]] = {}
+    by_module: dict[nn.Module, list[Any]] = {}
     for layer in _expert_layers(root):
-        by_module.setdefault(id(layer.get_base_layer()), []).append(layer)
-    for slot in binding.slots:
-        layers = by_module.get(id(root.get_submodule(slot.path)))
-        if layers and slot.resolution.op_name == "moe_experts":
-            for layer in layers:
-                set_forward(layer, _call_base)
-            wrapper, path = Wrapper("adapters", partial(_add_adapters, tuple(layers))), slot.path
-            binding = binding.with_wrapper(wrapper, lambda slot, path=path: slot.path == path)  # type: ignore[misc]
-    return binding
+        by_module.setdefault(layer.get_base_layer(), []).append(layer)
+
+    def adapters(slot: SlotBinding) -> Wrapper | None:
+        layers = by_module.get(root.get_submodule(slot.path), []) if slot.op.name == "moe_experts" else []
+        for layer in layers:
+            set_forward(layer, _call_base)
+        return Wrapper("adapters", partial(_add_adapters, tuple(layers))) if layers else None
+
+    return binding.with_wrappers(adapters)
 
 
 def _call_base(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -59,9 +59,9 @@ def _leave_out(names: list[str], module: nn.Module, state: dict[str, Any], prefi
 def with_quantized_experts(binding: Binding, root: nn.Module) -> Binding:
     """The binding with the weights of quantized experts dequantized for each call of their kernel."""
     quantized = {path for path, module in root.named_modules() if "quantized_experts" in module.__dict__}
-    return binding.with_wrapper(
-        wrapper_of("nf4 weights", _Dequantized),
-        lambda slot: slot.resolution.op_name == "moe_experts" and slot.path in quantized,
+    wrapper = wrapper_of("nf4 weights", _Dequantized)
+    return binding.with_wrappers(
+        lambda slot: wrapper if slot.op.name == "moe_experts" and slot.path in quantized else None
     )
 
 

@@ -50,44 +50,35 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
         ConfigError: a `pipeline` for a model without attention whose heads ranks exchange.
     """
     decoder = _decoder_path(model)
-
-    def of(op_name: str, **kind: Any) -> Callable[[SlotBinding], bool]:
-        """Whether a slot of the language model is of an op, and its resolution has these values."""
-        wanted = {"op_name": op_name, **kind}
-        return lambda slot: (
-            _is_inside(decoder, slot) and all(getattr(slot.resolution, name) == wanted[name] for name in wanted)
-        )
-
-    earlier = wrapper_of("earlier tokens of all ranks", _on_earlier_tokens)
-    binding = binding.with_wrapper(earlier, of("attention", variant=_COMPRESSED))
-    name = "Ulysses" if pipeline == 1 else f"Ulysses in {pipeline} chunks"
-    for explicit in (True, False):
-        heads = wrapper_of(name, functools.partial(_on_some_heads, pipeline, explicit))
-        binding = binding.with_wrapper(heads, functools.partial(_by_heads, of("attention", explicit=explicit)))
-    if pipeline > 1 and not any(_by_heads(of("attention"), slot) for slot in binding.slots):
+    if pipeline > 1 and not any(_is_by_heads(slot) and _is_inside(decoder, slot) for slot in binding.slots):
         raise ConfigError(
             f"ulysses_pipeline={pipeline} has no effect on {type(model).__name__}, which has no attention whose heads "
             "the ranks exchange",
             hint="set ulysses_pipeline to 1",
         )
-    binding = binding.with_wrapper(
-        wrapper_of("gathered router logits", _OverGlobalSequences),
-        lambda slot: slot.resolution.op_name == "load_balancing_loss",
-    )
-    for op_name, wrapper in _RECURRENCES.items():
-        binding = binding.with_wrapper(wrapper, functools.partial(_not_fused, of(op_name)))
-    binding = binding.with_wrapper(_LEFT_OUT, of("causal_conv1d", variant=_GATED))
-    return binding.with_wrapper(_OVERLAPPED, of("rotary_pos_emb", variant="full")) if overlap else binding
+    name = "Ulysses" if pipeline == 1 else f"Ulysses in {pipeline} chunks"
+
+    def wrapper(slot: SlotBinding) -> Wrapper | None:
+        if slot.op.name == "load_balancing_loss":
+            return wrapper_of("gathered router logits", _OverGlobalSequences)
+        if not _is_inside(decoder, slot):
+            return None
+        if _is_by_heads(slot):
+            return wrapper_of(name, functools.partial(_on_some_heads, pipeline, slot.resolution.explicit))
+        if slot.op.name == "attention":
+            return wrapper_of("earlier tokens of all ranks", _on_earlier_tokens)
+        if (slot.op.name, slot.resolution.variant) == ("rotary_pos_emb", "full"):
+            return _OVERLAPPED if overlap else None
+        if slot.resolution.variant == _GATED:
+            return _LEFT_OUT if slot.op.name == "causal_conv1d" else None
+        return _RECURRENCES.get(slot.op.name)
+
+    return binding.with_wrappers(wrapper)
 
 
-def _not_fused(is_recurrence: Callable[[SlotBinding], bool], slot: SlotBinding) -> bool:
-    """Whether a slot is of a recurrence, and not of one with its gates."""
-    return is_recurrence(slot) and slot.resolution.variant != _GATED
-
-
-def _by_heads(is_attention: Callable[[SlotBinding], bool], slot: SlotBinding) -> bool:
+def _is_by_heads(slot: SlotBinding) -> bool:
     """Whether a slot is of attention that is computed for some heads on each rank."""
-    return is_attention(slot) and slot.resolution.variant != _COMPRESSED
+    return slot.op.name == "attention" and slot.resolution.variant != _COMPRESSED
 
 
 def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap: bool = False) -> None:
@@ -115,8 +106,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
             f"sequences of {type(model).__name__} cannot be sharded (sp={state.sp}): {why}",
             hint="set sp_size to 1",
         )
-    by_heads = any(slot.resolution.variant != _COMPRESSED for slot in attention)
-    repeats = _kv_repeats(model, state) if by_heads else {1}
+    repeats = _kv_repeats(model, state) if any(map(_is_by_heads, attention)) else {1}
     _check_recurrences(model, state)
     _share_positions(decoder or model, state)
     if overlap:

@@ -76,9 +76,9 @@ def loss_only(model: Any) -> Iterator[None]:
     """
     models = [slot.module for slot in walk_slots(model) if slot.op_name == "cross_entropy_loss"]
     for module in models:
-        protocol.set_loss_only(module, True)
+        protocol.loss_only.set(module, True)
     try:
         yield
     finally:
         for module in models:
-            protocol.set_loss_only(module, False)
+            protocol.loss_only.set(module, False)

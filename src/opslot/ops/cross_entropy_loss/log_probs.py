@@ -97,12 +97,12 @@ def _with_log_probs(
     kernel, loss_only = protocol.bound_kernel(model, _SLOT), protocol.loss_only(model)
     # For this call the slot holds a loss that keeps its log-probabilities.
     protocol.set_kernel(model, _SLOT, tokens)
-    protocol.set_loss_only(model, True)
+    protocol.loss_only.set(model, True)
     try:
         output = forward(model, *args, **kwargs)
     finally:
         protocol.set_kernel(model, _SLOT, kernel)
-        protocol.set_loss_only(model, loss_only)
+        protocol.loss_only.set(model, loss_only)
     if tokens.values is None:
         raise ConfigError(f"{name} computed no fused loss", hint="pass labels, and switch off losses that need logits")
     if not dataclasses.is_dataclass(output):

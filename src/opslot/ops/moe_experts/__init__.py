@@ -49,7 +49,7 @@ def _multiples_of_8(request: KernelRequest) -> str | None:
 
 def _quack_priority(request: KernelRequest) -> int:
     """Adapters (LoRA) would be added to the weights; fused_triton computes them beside the weights."""
-    return 70 if is_adapted(request.module) else 90
+    return 70 if request.module is not None and is_adapted(request.module) else 90
 
 
 def _silu(request: KernelRequest) -> str | None:
