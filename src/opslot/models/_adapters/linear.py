@@ -31,30 +31,8 @@ def fuse_linear_adapters(model: nn.Module, config: OpsImplementationConfig) -> N
 
 
 def set_forward(layer: Any, forward: Callable[..., Any]) -> None:
-    """Give one module another forward, whose first argument is the one of its class.
-
-    The class keeps its name, and copies of the module keep the forward.
-    """
-    cls: Any = type(layer)
-    if getattr(cls, "opslot_forward", None) is not forward:
-        layer.__class__ = _with_forward(cls, forward)
-
-
-@functools.cache
-def _with_forward(cls: Any, forward: Callable[..., Any]) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(cls.forward, self, *args, **kwargs)
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        return _new, (cls, forward), self.__getstate__()
-
-    members = {"forward": call, "opslot_forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), members)
-
-
-def _new(cls: Any, forward: Callable[..., Any]) -> Any:
-    derived = _with_forward(cls, forward)
-    return derived.__new__(derived)
+    """Give one module another forward, whose first argument is the one of its class."""
+    layer.forward = functools.partial(forward, type(layer).forward, layer)
 
 
 def _forward(original: Callable[..., Any], self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
