@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from opslot._base.errors import ConfigError
+
 
 def device(text: str) -> str:
     if text.partition(":")[0] == "meta":
@@ -51,3 +53,14 @@ count = at_least(1)
 seed = number(int, lambda value: abs(value) < 2**32, "a number below 2**32")
 temperature = number(float, lambda value: 0 <= value < math.inf, "0 or a finite number above 0")
 rate = number(float, lambda value: 0 < value < math.inf, "a finite number above 0")
+
+
+def pairs(option: str, form: str, items: list[str]) -> dict[str, str]:
+    """`items`, each of the form `form` such as "FIELD=VALUE", as a mapping; else ConfigError that names `option`."""
+    found = {}
+    for item in items:
+        name, _, value = item.partition("=")
+        if not name or not value:
+            raise ConfigError(f"{option} {item!r} is not {form}", hint="give a name and a value, with = between them")
+        found[name] = value
+    return found

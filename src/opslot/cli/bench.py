@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from opslot._base.pairs import pairs
 from opslot.bench.options import BASELINES, OPS, OUTPUT, STEPS, BenchOptions
-from opslot.cli.arguments import at_least, device, names, path
+from opslot.cli.arguments import at_least, device, names, pairs, path
 
 _EPILOG = """examples:
   opslot bench --op rms_norm                         one op, at its own shapes

@@ -10,7 +10,7 @@ from typing import Any
 import opslot
 from opslot._base.errors import ConfigError
 from opslot._base.hub import is_repo_id
-from opslot._base.pairs import pairs
+from opslot.cli.arguments import pairs
 from opslot.models._registry import serve_model_type
 
 

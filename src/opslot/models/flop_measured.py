@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opslot.models._multimodal.audio import METHOD, PLACED_MELS, AudioInputs, feature_sizes
 from opslot.models._multimodal.probe import find_once, meta_copy
+from opslot.models.flop_streams import parents_of
 
 # Lengths of two audios. What is quadratic in them is attention within all of an audio.
 _FRAMES = (800, 1600)
@@ -65,7 +66,7 @@ def measure_audio_encoder(modules: Mapping[str, nn.Module], encoder_path: str) -
     """The rows of an encoder in a model with these modules; None where its code does not run without values."""
     encoder_path = _WRAPPED.sub("", encoder_path)
     plain = {_WRAPPED.sub("", path): module for path, module in modules.items()}
-    parents = _parents(encoder_path)
+    parents = list(parents_of(encoder_path))
     holder = next((path for path in parents if hasattr(plain.get(path), METHOD)), None)
     placing = None
     if holder is None:
@@ -81,11 +82,6 @@ def measure_audio_encoder(modules: Mapping[str, nn.Module], encoder_path: str) -
     by_path = {prefix + path: rows for path, rows in found["by_path"].items()}
     detached = frozenset(prefix + path for path in found["detached"])
     return MeasuredAudioEncoder(**{**found, "by_path": by_path, "detached": detached})
-
-
-def _parents(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
 
 
 def _places(module: nn.Module | None) -> bool:

@@ -19,7 +19,7 @@ from opslot.distributed.mixed_precision import has_copies
 from opslot.distributed.parallelized import check_not_parallelized
 from opslot.models._adapters.experts import mark_adapted_experts, with_expert_adapters
 from opslot.models._adapters.linear import fuse_linear_adapters
-from opslot.models._adapters.quantized_experts import with_quantized_experts
+from opslot.models._adapters.nf4 import with_quantized_experts
 from opslot.models._cuda_graphs import prepare_cuda_graphs
 from opslot.models._layer_drop import run_dropped_layers
 from opslot.models._multimodal.conditional import add_zero_of_skipped_modules, transformers_model

@@ -7,6 +7,7 @@ parallelized keeps its wrappers when it is bound again, moves to another device 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 from collections import Counter
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, list_problems
-from opslot._base.parametrizations import without_updates
 from opslot._base.wrapper_tensors import wrapper_class
 from opslot.slots.config import OpsImplementationConfig
 from opslot.slots.op import OpSpec
@@ -178,8 +178,28 @@ def resolve(
     dtype: torch.dtype | None = None,
 ) -> Binding:
     """Select the kernel of every slot of `model` without changing it. Arguments and errors are those of `bind`."""
-    with without_updates(model):
+    with _without_updates(model):
         return _resolve(model, OpsImplementationConfig.make(ops), device, dtype)
+
+
+@contextlib.contextmanager
+def _without_updates(model: Any) -> Iterator[None]:
+    """Context in which reading parametrized weights, which are computed each time, changes no buffer.
+
+    The power iteration of spectral norm does in training.
+    """
+    # Discovery imports this file, and does not need torch.
+    from torch.nn.utils.parametrize import ParametrizationList
+
+    lists = (module for module in model.modules() if isinstance(module, ParametrizationList))
+    training = [module for found in lists for module in found.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _resolve(

@@ -93,11 +93,8 @@ def _is_replaced(cls: Any, name: str, value: Any, functions: set[str]) -> bool:
     if code is not None:
         return bool(functions.intersection(_names_in(code)))
     # What decorators and metaclasses add has no code in the module.
-    return not _is_special(name) or _owner(function) not in _WRAPPERS
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
+    is_special = name.startswith("__") and name.endswith("__")
+    return not is_special or _owner(function) not in _WRAPPERS
 
 
 def _code_in(function: Any, module: ModuleType, name: str = "") -> Any:

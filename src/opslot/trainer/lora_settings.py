@@ -61,7 +61,7 @@ def check_lora(config: RunConfig, problems: list[str]) -> None:
     if not config.model.model_path:
         problems.append("lora needs model.model_path, the checkpoint whose weights the adapters are added to; set it")
     if lora.quantization is not None:
-        from opslot.models._adapters.quantized_linear import nf4_problem
+        from opslot.models._adapters.nf4 import nf4_problem
 
         problem = nf4_problem(config.train.fsdp.cpu_offload)
         if problem:

@@ -17,7 +17,7 @@ from opslot.checkpoint.initialize import initialize_weights
 from opslot.checkpoint.training_state import read_state
 from opslot.distributed import ParallelState, keep_frozen_statistics
 from opslot.models import load_foundation_weights
-from opslot.models._adapters.quantized_linear import quantize_layers
+from opslot.models._adapters.nf4 import quantize_layers
 from opslot.models._multimodal.conditional import transformers_model
 from opslot.models._multimodal.host_inputs import keep_inputs_on_host
 from opslot.models._multimodal.parts import freeze, select

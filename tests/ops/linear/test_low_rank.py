@@ -244,7 +244,7 @@ def test_compiles_with_the_forward_of_peft(calls):
 @pytest.mark.parametrize("with_adapter", [True, False])
 def test_quantized_layers_equal_dequantized_ones(with_adapter):
     pytest.importorskip("bitsandbytes")
-    from opslot.models._adapters.quantized_linear import _nf4_linear
+    from opslot.models._adapters.nf4 import _nf4_linear
 
     torch.manual_seed(0)
     dense = nn.Linear(96, 40).to(DEVICE).requires_grad_(False)

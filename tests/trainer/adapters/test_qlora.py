@@ -68,9 +68,9 @@ def test_modules_that_are_trained_whole_are_not_quantized(trainer):
 
 
 def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch):
-    from opslot.models._adapters import quantized_linear
+    from opslot.models._adapters import nf4
 
-    monkeypatch.setattr(quantized_linear, "has_package", lambda name: False)
+    monkeypatch.setattr(nf4, "has_package", lambda name: False)
     assert run_config(write("bad", {"quantization": "nf4", "merge": True})) == 2
     error = capsys.readouterr().err
     assert "lora.quantization: nf4 needs bitsandbytes; pip install bitsandbytes" in error
@@ -113,7 +113,7 @@ def test_qlora_quantizes_experts(trainer, settings, tmp_path, kernel, checkpoint
 
 def test_more_values_than_can_be_quantized_raises():
     pytest.importorskip("bitsandbytes")
-    from opslot.models._adapters.quantized_experts import quantize_experts
+    from opslot.models._adapters.nf4 import quantize_experts
 
     experts = torch.nn.Module()
     experts.weight = torch.nn.Parameter(torch.empty(256, 4096, 7168, device="meta"))
@@ -125,14 +125,14 @@ def test_more_values_than_can_be_quantized_raises():
 def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
     """So autograd keeps no dequantized weight."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    from opslot.models._adapters import quantized_experts
+    from opslot.models._adapters import nf4
 
     packed = bitsandbytes.nn.Params4bit(torch.randn(4, 64, 64), requires_grad=False, quant_type="nf4").to("cpu")
     value = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
-    calls, dequantize = [], quantized_experts.dequantize
-    monkeypatch.setattr(quantized_experts, "dequantize", lambda packed: calls.append(1) or dequantize(packed))
+    calls, dequantize = [], nf4.dequantize
+    monkeypatch.setattr(nf4, "dequantize", lambda packed: calls.append(1) or dequantize(packed))
     x = torch.randn(4, 5, 64, requires_grad=True)
-    call = quantized_experts._Dequantized(lambda x, w: torch.bmm(x, w.transpose(1, 2)))
+    call = nf4._Dequantized(lambda x, w: torch.bmm(x, w.transpose(1, 2)))
     out = call(x, packed)
     assert len(calls) == 1
     (found,) = torch.autograd.grad(out.square().sum(), x)
@@ -184,7 +184,7 @@ def test_ranks_hold_their_own_quantized_experts(ranks, write):
 
 
 def test_experts_without_weights_raise():
-    from opslot.models._adapters.quantized_linear import quantize_layers
+    from opslot.models._adapters.nf4 import quantize_layers
 
     model = random_model(tiny_config("longcat_flash"))
     opslot.apply(model, "eager")
@@ -193,8 +193,8 @@ def test_experts_without_weights_raise():
 
 
 def test_unsupported_combinations_with_nf4_raise(write, settings, capsys, monkeypatch):
-    from opslot.models._adapters import quantized_linear
+    from opslot.models._adapters import nf4
 
-    monkeypatch.setattr(quantized_linear, "has_package", lambda name: True)
+    monkeypatch.setattr(nf4, "has_package", lambda name: True)
     assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"cpu_offload": True})) == 2
     assert "weights in nf4 cannot be offloaded" in capsys.readouterr().err

@@ -32,7 +32,9 @@ def drop_gradients_of_unused_modules(model: Any) -> None:
         return
     kinds = [] if calls is None else _used_kinds(calls)
     # Calls of a module that is compiled itself are not noted: it counts as used.
-    parts = {part: part in stack.used or _is_compiled(part) for stack in stacks for part in stack.parts}
+    parts = {
+        part: part in stack.used or part._compiled_call_impl is not None for stack in stacks for part in stack.parts
+    }
     for stack in stacks:
         stack.used.clear()
     counts = sum_over_ranks(*kinds, *map(float, parts.values()))
@@ -47,10 +49,6 @@ def drop_gradients_of_unused_modules(model: Any) -> None:
     for parameter, count in zip(candidates, counts, strict=True):
         if not count:
             parameter.grad = None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None
 
 
 def _used_kinds(calls: TowerCalls) -> list[float]:

@@ -168,21 +168,18 @@ def _add_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if has_cache(given) or any(given.get(name) is not None for name in ("position_ids", "attention_mask")):
         return None
     states = next((x for name in ("input_ids", "inputs_embeds") if (x := given.get(name)) is not None), None)
-    if states is None or "position_ids" in list(method_parameters(type(model)))[: len(args)]:
+    if states is None:
         return None
-    return args, {**kwargs, "position_ids": positions_in_documents(cu_seqlens, states)}
+    return (), {**given, "position_ids": positions_in_documents(cu_seqlens, states)}
 
 
 def _add_text_axis(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: position_ids [B, S] as [4, B, S], those of the text before those of each axis."""
-    names = list(method_parameters(type(model)))[: len(args)]
-    positions = given_arguments(model, args, kwargs).get("position_ids")
+    given = given_arguments(model, args, kwargs)
+    positions = given.get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
-    expanded = positions.expand(4, -1, -1)
-    if "position_ids" not in names:
-        return args, {**kwargs, "position_ids": expanded}
-    return tuple(expanded if value is positions else value for value in args), kwargs
+    return (), {**given, "position_ids": positions.expand(4, -1, -1)}
 
 
 def _add_boundaries(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.masking_utils import sdpa_mask
 
 from opslot._base.errors import ConfigError, ParallelError
@@ -27,13 +28,12 @@ from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
 from opslot.models._multimodal.modalities import computes_features_inside, decoder_of
 from opslot.models._multimodal.sequence import has_whole_sequences, shard_at_decoder
 from opslot.models._own_loss import averages_its_own_labels, keeps_labels_in_place
-from opslot.models._sequence.global_sequences import run_on_global_sequences
 from opslot.ops._common.documents import given_arguments, has_cache
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, Wrapper, walk_slots
 from opslot.slots.binding import class_name, wrapper_of
-from opslot.slots.protocol import keeps_sequences, takes_earlier_tokens
+from opslot.slots.protocol import keeps_sequences, runs_on_global_sequences, takes_earlier_tokens
 
 # The variant of attention whose queries stay on their rank, which gathers the tokens before them.
 _COMPRESSED = "compressed"
@@ -113,7 +113,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
         _overlap_projections(decoder or model, repeats)
     if decoder is not None:
         shard_at_decoder(model, decoder)
-    run_on_global_sequences(decoder or model)
+    _run_on_global_sequences(decoder or model)
     model.register_forward_pre_hook(_require_positions, with_kwargs=True)
 
 
@@ -280,6 +280,40 @@ class _OverGlobalSequences:
             parts = attention_mask.chunk(get_parallel_state().sp, 1) if is_whole else None
             attention_mask = gather_outputs(attention_mask, 0) if parts is None else torch.cat(parts)
         return self.kernel(gate_logits, num_experts, top_k, attention_mask)
+
+
+def _run_on_global_sequences(model: nn.Module) -> None:
+    """Let modules that mix tokens, and may run on global sequences, get those of all ranks, and return this rank's."""
+    for module in model.modules():
+        if runs_on_global_sequences(module):
+            module.register_forward_pre_hook(_gather_tokens, with_kwargs=True)
+            module.register_forward_hook(_own_tokens)
+
+
+def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Forward pre-hook: tensors [B, S, ...] of [B, S / sp, ...]. Masks of padding are those of tokens."""
+    if get_parallel_state().sp == 1:
+        return None
+    states = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 2)
+    rows, length = states.shape[:2]
+
+    def gather(x: Any) -> Any:
+        is_shard = isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == (rows, length)
+        return gather_outputs(x, 1) if is_shard else x
+
+    # Transformers makes no mask of a shard without padding, whatever the other ranks have.
+    masks = {
+        name: states.new_ones(rows, length, dtype=torch.bool) if x is None else x.bool()
+        for name, x in kwargs.items()
+        if "mask" in name
+    }
+    return tree_map(gather, (args, {**kwargs, **masks}))
+
+
+def _own_tokens(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Forward hook: this rank's tokens of [B, S, ...]."""
+    state = get_parallel_state()
+    return output if state.sp == 1 else output.chunk(state.sp, 1)[state.sp_rank]
 
 
 def _share_positions(model: nn.Module, state: ParallelState) -> None:
