@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ def replicate(
         reduce_dtype: in which gradients are summed, over backward passes and ranks; default that of the computation.
         overlap: reduce gradients during the backward pass. Off: after it, as beside other collectives in it.
     """
-    _register(model, _Copies(model, dtype, _Reduction(reduce_dtype, overlap)))
+    _register(model, _Copies(model, dtype, functools.partial(GradientBuckets, dtype=reduce_dtype, overlap=overlap)))
 
 
 def has_copies(model: nn.Module) -> bool:
@@ -105,14 +104,6 @@ def _register(model: nn.Module, copies: _Copies) -> None:
             module.register_forward_hook(copies.end_forward, always_call=True)
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """How gradients are summed over ranks."""
-
-    dtype: torch.dtype | None
-    overlap: bool
-
-
 class _Copies:
     """What a model computes with: copies of the parameters that have another dtype.
 
@@ -124,7 +115,7 @@ class _Copies:
         self,
         model: nn.Module,
         dtype: torch.dtype | None,
-        reduction: _Reduction | None = None,
+        reduction: Callable[..., GradientBuckets] | None = None,
         modules: Collection[nn.Module] | None = None,
     ) -> None:
         self._model, self._dtype, self._reduction, self._modules = model, dtype, reduction, modules
@@ -309,7 +300,7 @@ class _Copies:
         if self._reduction is not None:
             trained = [(copy, parameter) for parameter, copy in self._copies.items() if parameter.requires_grad]
             self._guards = [p.register_post_accumulate_grad_hook(_raise_not_reduced) for _, p in trained]
-            self._buckets = GradientBuckets(trained, self._reduction.dtype, self._reduction.overlap)
+            self._buckets = self._reduction(trained)
 
     def _is_current(self) -> bool:
         if self._reduction is not None and any(parameter.requires_grad for parameter in self._without_copy):

@@ -86,26 +86,22 @@ class _InputCast:
         return (x.to(self.dtype), *args[1:]) if weight is not None and weight.dtype == self.dtype else None
 
 
-class _MatmulCast:
-    """Hooks: in a forward, a matmul of operands in several dtypes, which raises in torch, is one in `dtype`."""
+class _MatmulCast(TorchFunctionMode):
+    """Hooks and their mode: a matmul of operands in several dtypes, which raises in torch, is one in `dtype`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._modes: list[_MatmulMode] = []
-
-    def begin_forward(self, module: nn.Module, args: Any) -> None:
-        self._modes.append(_MatmulMode(self.dtype))
-        self._modes[-1].__enter__()
-
-    def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._modes:
-            self._modes.pop().__exit__(None, None, None)
-
-
-class _MatmulMode(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
+        self._entered = 0
+
+    def begin_forward(self, module: nn.Module, args: Any) -> None:
+        self._entered += 1
+        self.__enter__()
+
+    def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._entered:
+            self._entered -= 1
+            self.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _MATMULS:

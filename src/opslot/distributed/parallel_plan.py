@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from opslot._base.errors import ConfigError, list_problems
-from opslot.distributed.parallel_state import ParallelState, get_parallel_state
+from opslot.distributed.parallel_state import ParallelState, divisors, get_parallel_state
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ class ParallelPlan:
         """
         state = state or get_parallel_state()
         placements = self.match(model)
+        owners = sorted({name.rpartition(".")[0] for name in placements})
         if state.ep_mesh is None:
-            return sorted({name.rpartition(".")[0] for name in placements})
+            return owners
         for name, placement in placements.items():
             size = model.get_parameter(name).shape[placement.dim]
             if size % state.ep:
-                fitting = [n for n in range(1, size + 1) if size % n == 0]
                 raise ConfigError(
                     f"ep={state.ep} does not divide the {size} experts of {name}",
-                    hint=f"use one of {', '.join(map(str, fitting))}",
+                    hint=f"use one of {divisors(size)}",
                 )
         for name, placement in placements.items():
             path, _, key = name.rpartition(".")
@@ -106,4 +106,4 @@ class ParallelPlan:
             shard = DTensor.from_local(part, state.ep_mesh, [placement], run_check=False)
             owner = model.get_submodule(path)
             owner.register_parameter(key, nn.Parameter(shard, requires_grad=whole.requires_grad))
-        return sorted({name.rpartition(".")[0] for name in placements})
+        return owners

@@ -375,12 +375,12 @@ def check_sizes(world: int, dp_replicate: int = 1, dp_shard: int | None = None, 
         if size is not None and (not isinstance(size, int) or size < 1):
             raise ConfigError(f"{name}={size!r} is not a number of ranks", hint="use a whole number, at least 1")
     if world % sp:
-        raise ConfigError(f"sp={sp} does not divide the {world} processes", hint=f"use one of {_divisors(world)}")
+        raise ConfigError(f"sp={sp} does not divide the {world} processes", hint=f"use one of {divisors(world)}")
     if world // sp % dp_replicate:
         raise ConfigError(
             f"dp_replicate={dp_replicate} does not divide the {world // sp} ranks that sp={sp} leaves of {world} "
             "processes",
-            hint=f"use one of {_divisors(world // sp)}",
+            hint=f"use one of {divisors(world // sp)}",
         )
     rest = world // sp // dp_replicate
     if dp_shard is not None and dp_shard != rest:
@@ -392,10 +392,10 @@ def check_sizes(world: int, dp_replicate: int = 1, dp_shard: int | None = None, 
     if rest * sp % ep:
         raise ConfigError(
             f"ep={ep} does not divide the {rest * sp} ranks of dp_shard={rest} x sp={sp}",
-            hint=f"use one of {_divisors(rest * sp)}",
+            hint=f"use one of {divisors(rest * sp)}",
         )
     return rest
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

@@ -134,18 +134,13 @@ def kv_repeats(heads: int, kv_heads: int, sp: int, names: tuple[str, str] = ("qu
     Raises:
         ConfigError: the query heads cannot be split over `sp` ranks.
     """
-    repeats = math.lcm(kv_heads, sp) // kv_heads
-    if heads % sp or heads % (kv_heads * repeats):
-        fitting = [
-            n
-            for n in range(1, heads + 1)
-            if heads % n == 0 and heads % (math.lcm(kv_heads, n) // kv_heads * kv_heads) == 0
-        ]
+    if heads % math.lcm(kv_heads, sp):
+        fitting = [n for n in range(1, heads + 1) if heads % math.lcm(kv_heads, n) == 0]
         raise ConfigError(
             f"sp={sp} does not divide {heads} {names[0]} heads (with {kv_heads} {names[1]} heads)",
             hint=f"use one of {', '.join(map(str, fitting))}",
         )
-    return repeats
+    return math.lcm(kv_heads, sp) // kv_heads
 
 
 class OverlappedAllToAll:

@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Iterator
 from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from opslot._base.errors import PatchError
@@ -88,22 +87,15 @@ def _slots_in(cls: type, digest: str) -> Found:
     # A module may be imported again, with other classes of the same names.
     if (loaded := sys.modules.get(generated)) is not None and not is_generated_for(loaded, cls, digest):
         del sys.modules[generated]
-    module, problem = _generated_from(name, digest)
-    return Found(None if module is None else changed_classes(module).get(cls.__qualname__), problem)
-
-
-def _generated_from(name: str, digest: str) -> tuple[ModuleType | None, str]:
-    """The generated module of an imported module whose source has that digest; None where no form finds anything, or
-    with a problem."""
     problem = _problem_of(name, digest)
     if problem is not None:
-        return None, problem
-    generated = f"{GENERATED_PACKAGE}.{architecture_from(name)}"
+        return Found(None, problem)
     try:
-        return importlib.import_module(generated), ""
+        module = importlib.import_module(generated)
     except Exception as error:
         # What a user's code does when its methods are defined again is unknown.
-        return None, f"slots were found in {name}, but its generated module cannot be imported: {error}"
+        return Found(None, f"slots were found in {name}, but its generated module cannot be imported: {error}")
+    return Found(changed_classes(module).get(cls.__qualname__))
 
 
 @cache
@@ -176,9 +168,9 @@ def _derive(made: type, cls: type) -> None:
     """Note what `made` derives from, and which of its slots are read."""
     set_derived_from(made, cls)
     declared = {name: spec for base in reversed(made.__mro__) for name, spec in vars(base).get(SLOTS, {}).items()}
-    hidden = {name for name in declared if _hider(made, name) is not None}
     if declared:
-        setattr(made, SLOTS, declared if hidden == declared.keys() else _without(declared, hidden))
+        kept = {name: spec for name, spec in declared.items() if _hider(made, name) is None}
+        setattr(made, SLOTS, kept or declared)
 
 
 def with_replaced_methods(cls: type, generated: type) -> type:
@@ -240,10 +232,6 @@ def _wrapped_forward(cls: type, replaced: Replaced) -> Any:
     wrapped = (base for base in cls.__bases__ if inspect.unwrap(getattr(base, "forward", cls)) is own)
     found: Any = next(filter(None, (_with_slots(base, replaced) for base in wrapped)), None)
     return None if found is None else found.forward
-
-
-def _without(slots: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: spec for name, spec in slots.items() if name not in names}
 
 
 def _names(cls: type) -> Iterator[tuple[str, Any]]:

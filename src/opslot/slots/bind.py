@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -223,10 +224,8 @@ def unbind(model: Any) -> None:
 
 def _by_document(model: Any) -> str:
     """A line on modules that run once for each packed document, and why."""
-    found: dict[str, int] = {}
-    for _, module in modules_by_document(model):
-        line = f"{type(module).__name__}: one call for each packed document, since {why_by_document(module)}"
-        found[line] = found.get(line, 0) + 1
+    modules = ((type(module).__name__, why_by_document(module)) for _, module in modules_by_document(model))
+    found = Counter(f"{name}: one call for each packed document, since {why}" for name, why in modules)
     return "\n".join(line.replace(":", f" x{count}:", 1) if count > 1 else line for line, count in found.items())
 
 

@@ -73,10 +73,7 @@ class BoundKernel:
 
         @functools.wraps(self.kernel)
         def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return self.kernel(*args, **kwargs)
-            except (RuntimeError, NotImplementedError) as error:
-                return self.in_transform(error, args, kwargs)
+            return self(*args, **kwargs)
 
         return call
 

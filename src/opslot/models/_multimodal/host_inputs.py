@@ -234,12 +234,8 @@ def _masked_scatter(tensor: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """`tensor.masked_scatter(mask, source)`, whose gradient needs no synchronization either."""
     mask = mask.expand_as(tensor)
     rows = _rows_of(mask)
-    if rows is None:
-        index = _nonzero(mask)
-        values = source.reshape(-1)[: index[0].numel()]
-    else:
-        index = _nonzero(rows)
-        values = source.reshape(-1, tensor.shape[-1])[: index[0].numel()]
+    index = _nonzero(mask if rows is None else rows)
+    values = source.reshape(-1, *tensor.shape[len(index) :])[: index[0].numel()]
     index = tuple(_to_device(i, tensor.device) for i in index)
     return tensor.index_put(index, values.to(tensor.dtype))
 

@@ -43,12 +43,12 @@ from opslot.slots.protocol import trained_model
 _INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
 _METHODS = ("get_image_features", "get_video_features", AUDIO_METHOD)
 # Attribute of a model with towers that every rank runs.
-_CALLS = "_tower_calls"
+_TOWERS = "_towers"
 # What `generate` calls to encode images and audio before the forward pass.
 _ENCODES_BEFORE = "_prepare_multimodal_encoder_kwargs_for_generation"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Towers:
     """How ranks without images, videos or audio take part in the collectives of a model's towers.
 
@@ -57,51 +57,37 @@ class Towers:
         are_known: whether `dummies` has all methods; False also where the forward computes features without a method.
         with_root: the encoders where not `are_known`. Their parameters must be gathered with those of the root, so that
             running them needs no collective.
+        used: the methods that this rank has called on an input with gradients since the set was cleared.
+        parameters: the trained parameters of towers and projections; None until they are needed.
     """
 
     dummies: Mapping[str, Callable[[], dict[str, Any] | None]]
     are_known: bool = True
     with_root: Sequence[nn.Module] = ()
+    used: set[str] = field(default_factory=set)
+    parameters: list[nn.Parameter] | None = None
 
     def run_on_every_rank(self, model: nn.Module) -> None:
         """Let each forward pass of `model` run all its towers, and add zero times what no input was given for."""
         run_conditional_layers(model)
         if not self.are_known:
             add_zero_of_root(model)
-        calls = TowerCalls(list(self.dummies), self.are_known)
         if self.dummies or not self.are_known:
-            model.__dict__[_CALLS] = calls
+            model.__dict__[_TOWERS] = self
         holder = feature_module(model)
         if holder is None or not self.dummies:
             return
-        towers = _Run(holder, self.dummies, calls)
+        run = _Run(holder, self)
         for name in self.dummies:
-            setattr(holder, name, partial(towers.run, name))
-        holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
+            setattr(holder, name, partial(run.run, name))
+        holder.register_forward_pre_hook(run.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
-        reader_in(holder).register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+        reader_in(holder).register_forward_pre_hook(run.end, with_kwargs=True, prepend=True)
 
 
-@dataclass
-class TowerCalls:
-    """The methods of a model's towers that this rank has called on an input.
-
-    Attributes:
-        names: all of them.
-        are_known: whether towers run in no other way.
-        used: those called with gradients since the set was cleared.
-        parameters: the trained parameters of towers and projections; None until they are needed.
-    """
-
-    names: list[str]
-    are_known: bool
-    used: set[str] = field(default_factory=set)
-    parameters: list[nn.Parameter] | None = None
-
-
-def tower_calls(model: nn.Module) -> TowerCalls | None:
-    """The calls of the towers that each rank runs; None where no rank runs them on dummy inputs."""
-    return model.__dict__.get(_CALLS)
+def towers_of(model: nn.Module) -> Towers | None:
+    """The towers that each rank runs; None where no rank runs them on dummy inputs."""
+    return model.__dict__.get(_TOWERS)
 
 
 def encode_in_forward(model: Any) -> None:
@@ -255,12 +241,10 @@ def _without_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> 
 class _Run:
     """The dummy inputs of a model's towers that one forward pass has not run yet."""
 
-    def __init__(
-        self, holder: Any, dummies: Mapping[str, Callable[[], dict[str, Any] | None]], calls: TowerCalls
-    ) -> None:
+    def __init__(self, holder: Any, towers: Towers) -> None:
         self.holder = holder
-        self.calls = calls
-        self.dummies = dummies
+        self.towers = towers
+        self.dummies = towers.dummies
         self.pending: list[str] = []
         self.zeros: list[Tensor] = []
         self.computing = False
@@ -271,7 +255,7 @@ class _Run:
         state = get_parallel_state()
         # Of methods whose images, videos or audios sequence-parallel ranks share.
         self.shared: dict[str, Sharing] = {}
-        for name in dummies if state.sp > 1 else ():
+        for name in self.dummies if state.sp > 1 else ():
             if (sharing := sharing_of(holder, name)) is not None:
                 self.shared[name] = sharing
 
@@ -288,7 +272,7 @@ class _Run:
         if self.computing:
             return self._call(name, *args, **kwargs)
         if torch.is_grad_enabled():
-            self.calls.used.add(name)
+            self.towers.used.add(name)
         if name in self.pending:
             # In the order of the model's forward.
             self._run_pending(self.pending[: self.pending.index(name)])

@@ -34,7 +34,10 @@ class Probe:
     """
 
     def __init__(self, holder: Any, method: str) -> None:
-        self.model = _copy(holder)
+        self.model = meta_copy(holder)
+        _materialize(self.model)
+        # Of what is left, the buffers.
+        self.model.initialize_weights()
         self.method = method
 
     def first(self, candidates: Iterable[Inputs]) -> Inputs | None:
@@ -80,14 +83,6 @@ def count_features(outputs: Any) -> int:
         features = features[0]
     parts = [features] if isinstance(features, Tensor) else features
     return sum(part.shape[:-1].numel() for part in parts)
-
-
-def _copy(holder: Any) -> Any:
-    model = meta_copy(holder)
-    _materialize(model)
-    # Of what is left, the buffers.
-    model.initialize_weights()
-    return model.eval()
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from opslot.distributed import sum_over_ranks
 from opslot.distributed.dtensors import local_tensor
 from opslot.models._multimodal.audio import METHOD as AUDIO_METHOD
 from opslot.models._multimodal.conditional import skipped_modules
-from opslot.models._multimodal.modalities import TowerCalls, tower_calls
+from opslot.models._multimodal.modalities import Towers, towers_of
 from opslot.models._multimodal.parts import parts_of
 
 
@@ -27,10 +27,10 @@ def drop_gradients_of_unused_modules(model: Any) -> None:
     The trainer calls it. In a training loop of your own, call it on every rank after the last backward pass of a step,
     before gradients are clipped. Does nothing for a model without such modules, and in a single process.
     """
-    calls, stacks = tower_calls(model), skipped_modules(model)
-    if calls is None and not stacks:
+    towers, stacks = towers_of(model), skipped_modules(model)
+    if towers is None and not stacks:
         return
-    kinds = [] if calls is None else _used_kinds(calls)
+    kinds = [] if towers is None else _used_kinds(towers)
     # Calls of a module that is compiled itself are not noted: it counts as used.
     parts = {
         part: part in stack.used or part._compiled_call_impl is not None for stack in stacks for part in stack.parts
@@ -40,8 +40,8 @@ def drop_gradients_of_unused_modules(model: Any) -> None:
     counts = sum_over_ranks(*kinds, *map(float, parts.values()))
     unused = [part for part, count in zip(parts, counts[len(kinds) :], strict=True) if not count]
     found = [p for part in unused for p in part.parameters() if p.requires_grad]
-    if calls is not None and not (calls.are_known and all(counts[: len(kinds)])):
-        found += _parameters_of_towers(model, calls)
+    if towers is not None and not (towers.are_known and all(counts[: len(kinds)])):
+        found += _parameters_of_towers(model, towers)
     candidates = list(dict.fromkeys(found))
     if not candidates:
         return
@@ -51,22 +51,22 @@ def drop_gradients_of_unused_modules(model: Any) -> None:
             parameter.grad = None
 
 
-def _used_kinds(calls: TowerCalls) -> list[float]:
+def _used_kinds(towers: Towers) -> list[float]:
     """For each tower, whether this rank has run it on an input since the last call of this function, as 0 or 1."""
     # Images and videos have one tower.
     kinds: dict[bool, float] = {}
-    for name in calls.names:
+    for name in towers.dummies:
         of_audio = name == AUDIO_METHOD
-        kinds[of_audio] = max(kinds.get(of_audio, 0.0), float(name in calls.used))
-    calls.used.clear()
+        kinds[of_audio] = max(kinds.get(of_audio, 0.0), float(name in towers.used))
+    towers.used.clear()
     return list(kinds.values())
 
 
-def _parameters_of_towers(model: Any, calls: TowerCalls) -> list[nn.Parameter]:
-    if calls.parameters is None:
-        towers = {name for part, names in parts_of(model).items() if part != "language_model" for name in names}
-        calls.parameters = [p for name, p in model.named_parameters() if name in towers and p.requires_grad]
-    return calls.parameters
+def _parameters_of_towers(model: Any, towers: Towers) -> list[nn.Parameter]:
+    if towers.parameters is None:
+        inside = {name for part, names in parts_of(model).items() if part != "language_model" for name in names}
+        towers.parameters = [p for name, p in model.named_parameters() if name in inside and p.requires_grad]
+    return towers.parameters
 
 
 def _has_gradient(parameter: nn.Parameter) -> torch.Tensor:

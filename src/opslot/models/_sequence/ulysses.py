@@ -21,6 +21,7 @@ from opslot.distributed import (
     gather_outputs,
     get_parallel_state,
     has_features,
+    slice_input_tensor,
     ulysses_attention,
 )
 from opslot.distributed.recurrence import HEADS, SCAN_HEADS
@@ -108,7 +109,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
         )
     repeats = _kv_repeats(model, state) if any(map(_is_by_heads, attention)) else {1}
     _check_recurrences(model, state)
-    _share_positions(decoder or model, state)
+    _share_positions(decoder or model)
     if overlap:
         _overlap_projections(decoder or model, repeats)
     if decoder is not None:
@@ -312,16 +313,15 @@ def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _own_tokens(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     """Forward hook: this rank's tokens of [B, S, ...]."""
-    state = get_parallel_state()
-    return output if state.sp == 1 else output.chunk(state.sp, 1)[state.sp_rank]
+    return slice_input_tensor(output, 1)
 
 
-def _share_positions(model: nn.Module, state: ParallelState) -> None:
+def _share_positions(model: nn.Module) -> None:
     """Let rotary embeddings whose frequencies depend on the largest position see the positions of all ranks."""
     for module in model.modules():
         if _largest_position_matters(module):
             module.register_forward_pre_hook(_gather_positions, with_kwargs=True)
-            module.register_forward_hook(functools.partial(_shard_cos_sin, state))
+            module.register_forward_hook(_shard_cos_sin)
 
 
 def _largest_position_matters(module: Any) -> bool:
@@ -344,11 +344,9 @@ def _gather_positions(
     return (args[0], gather_outputs(args[1], -1), *args[2:]), kwargs
 
 
-def _shard_cos_sin(state: ParallelState, module: nn.Module, args: Any, output: Any) -> Any:
+def _shard_cos_sin(module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook: this rank's shard [..., S / sp, D] of cosine and sine, or of one tensor of both."""
-    if isinstance(output, tuple):
-        return tuple(x.chunk(state.sp, -2)[state.sp_rank] for x in output)
-    return output.chunk(state.sp, -2)[state.sp_rank]
+    return tree_map(lambda x: slice_input_tensor(x, -2), output)
 
 
 def _overlap_projections(model: Any, repeats: set[int]) -> None:
