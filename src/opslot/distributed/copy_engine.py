@@ -152,8 +152,7 @@ class CopyReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """`output_tensor` [n] = this rank's shard of the sum over ranks of `input_tensor` [ranks * n]."""
-        if op != dist.ReduceOp.SUM:
-            raise AssertionError(f"expected a sum, FSDP requires {op}")
+        assert op == dist.ReduceOp.SUM, f"expected a sum, FSDP requires {op}"
         rank, count = group.rank(), group.size()
         rows = input_tensor.view(count, output_tensor.numel())
         with self._buffers.in_turn():

@@ -25,13 +25,19 @@ _HEADS = ("num_attention_heads", "num_heads", "n_heads", "num_q_heads")
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 
 
-class Matmul(NamedTuple):
-    """A matmul with a weight: FLOPs of the forward and the backward pass, per token, patch or frame."""
+class Flops(NamedTuple):
+    """FLOPs of the forward and the backward pass."""
 
-    stream: str
-    part: str
-    forward: float
-    backward: float
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def plus(self, other: Flops, times: float = 1.0) -> Flops:
+        """The sum with `times` the FLOPs of `other`."""
+        return Flops(self.forward + other.forward * times, self.backward + other.backward * times)
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,12 @@ class AttentionShape:
     chunk: int | None = None
 
 
-class AttentionFlops(NamedTuple):
-    """An attention module: FLOPs of the forward and the backward pass, per pair of query and key."""
+class ModuleFlops(NamedTuple):
+    """FLOPs of a part, per token, patch or frame; those of attention of a shape, per pair of query and key."""
 
     stream: str
-    shape: AttentionShape
-    forward: float
-    backward: float
+    kind: str | AttentionShape
+    flops: Flops
 
 
 class Uncounted(NamedTuple):
@@ -68,8 +73,8 @@ class ModuleReader:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
-        self.matmuls: list[Matmul] = []
-        self.attention: list[AttentionFlops] = []
+        self.matmuls: list[ModuleFlops] = []
+        self.attention: list[ModuleFlops] = []
         self.uncounted: list[Uncounted] = []
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.streams = dict(streams_of(self.modules, output))
@@ -122,9 +127,9 @@ class ModuleReader:
         """What an encoder computes beside its linear layers and convolutions: attention."""
         trained = any(p.requires_grad for p in self.modules[self.audio_path].parameters())
         gradients = 2 * (trained and not audio.is_detached(self.audio_path))
-        self.matmuls.append(Matmul(FRAMES, "attention", audio.linear, gradients * audio.linear))
+        self.matmuls.append(ModuleFlops(FRAMES, "attention", Flops(audio.linear, gradients * audio.linear)))
         if pair := audio.quadratic / audio.rows**2:
-            self.attention.append(AttentionFlops(FRAMES, AttentionShape(causal=False), pair, gradients * pair))
+            self.attention.append(ModuleFlops(FRAMES, AttentionShape(causal=False), Flops(pair, gradients * pair)))
 
     def _is_detached(self, path: str) -> bool:
         """Whether a module runs with torch.no_grad(), as the encoders of VibeVoice."""
@@ -200,7 +205,7 @@ class ModuleReader:
         scale *= self._rows(path, stream)
         if scale:
             flops = 2 * size * scale
-            self.matmuls.append(Matmul(stream, part or self._part(path), flops, gradients * flops))
+            self.matmuls.append(ModuleFlops(stream, part or self._part(path), Flops(flops, gradients * flops)))
 
     def _rows(self, path: str, stream: str) -> float:
         """Rows per token, patch or frame: fewer in experts kept as a list of modules, and where patches were merged."""
@@ -279,7 +284,7 @@ class ModuleReader:
             self.uncounted.append(Uncounted(path, f"{type(module).__name__} has no sizes of its heads"))
             return
         flops = 2 * matmuls * math.prod(sizes)  # type: ignore[arg-type]
-        self.matmuls.append(Matmul(stream, part, flops, 2 * flops * self._backward(path, module)))
+        self.matmuls.append(ModuleFlops(stream, part, Flops(flops, 2 * flops * self._backward(path, module))))
 
     def _read_attention(self, path: str, module: nn.Module, stream: str) -> None:
         config = getattr(module, "config", None)
@@ -304,7 +309,7 @@ class ModuleReader:
         shape = _shape(module, config)
         if stream == FRAMES and self.audio is not None:
             shape = AttentionShape(causal=False, chunk=self.audio.window)
-        self.attention.append(AttentionFlops(stream, shape, flops, backward))
+        self.attention.append(ModuleFlops(stream, shape, Flops(flops, backward)))
 
     def _backward(self, path: str, module: nn.Module) -> bool:
         """Whether what a mixer computes between its projections has a gradient; its last projection comes after."""

@@ -14,26 +14,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
 from opslot.models._multimodal.audio import MELS, PLACED_MELS, WAVEFORM
-from opslot.models.flop_modules import FRAMES, PATCHES, TOKENS, AttentionShape, ModuleReader, Uncounted
+from opslot.models.flop_modules import AttentionShape, Flops, ModuleFlops, ModuleReader, Uncounted
+from opslot.models.flop_streams import FRAMES, PATCHES, TOKENS
 from opslot.slots.bind import require_module
-
-
-class Flops(NamedTuple):
-    """FLOPs of the forward and the backward pass."""
-
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -139,16 +129,16 @@ class FlopCounter:
             FRAMES: _lengths(frames, "frames"),
         }
         rows_of_audio = [math.ceil(length * self._frame_rows) for length in sequences[FRAMES]]
-        parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        parts: defaultdict[str, Flops] = defaultdict(Flops)
         for (stream, part), flops in self._per_token.items():
-            rows = sum(sequences[stream])
-            _add(parts[_named(stream, part)], flops, rows)
+            name = _named(stream, part)
+            parts[name] = parts[name].plus(flops, sum(sequences[stream]))
         for (stream, shape), flops in self._per_pair.items():
             attending = rows_of_audio if stream == FRAMES else sequences[stream]
-            _add(parts[_named(stream, "attention")], flops, visible_pairs(attending, shape))
-        return FlopCount(
-            {name: Flops(*values) for name, values in parts.items() if any(values)}, self.uncounted, sum(sequences[""])
-        )
+            name = _named(stream, "attention")
+            parts[name] = parts[name].plus(flops, visible_pairs(attending, shape))
+        found = {name: flops for name, flops in parts.items() if any(flops)}
+        return FlopCount(found, self.uncounted, sum(sequences[TOKENS]))
 
     def per_row(self, stream: str) -> float:
         """FLOPs of the matmuls of a step for each token of the text, patch of an image or frame of mel features."""
@@ -179,17 +169,12 @@ def _document_pairs(length: int, shape: AttentionShape) -> int:
     return causal if shape.causal else 2 * causal - length
 
 
-def _summed(found: Iterable[tuple[str, Any, float, float]]) -> dict[tuple[str, Any], Flops]:
+def _summed(found: Iterable[ModuleFlops]) -> dict[tuple[str, Any], Flops]:
     """FLOPs of the matmuls of each stream and part, or attentions of each stream and shape."""
-    sums: dict[tuple[str, Any], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for stream, kind, forward, backward in found:
-        _add(sums[stream, kind], Flops(forward, backward), 1)
-    return {key: Flops(*values) for key, values in sums.items()}
-
-
-def _add(into: list[float], flops: Flops, times: float) -> None:
-    into[0] += flops.forward * times
-    into[1] += flops.backward * times
+    sums: defaultdict[tuple[str, Any], Flops] = defaultdict(Flops)
+    for stream, kind, flops in found:
+        sums[stream, kind] = sums[stream, kind].plus(flops)
+    return sums
 
 
 def _named(stream: str, part: str) -> str:

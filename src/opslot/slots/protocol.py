@@ -68,7 +68,6 @@ _CLASSES = PREFIX + "classes"
 ADOPT = PREFIX + "adopt"
 SUB_MODEL = PREFIX + "sub_model"
 _DERIVED_FROM = PREFIX + "derived_from"
-_WRAPPERS = PREFIX + "wrappers"
 
 
 class Skipped(NamedTuple):
@@ -392,19 +391,16 @@ def set_kernel(module: Any, slot: str, kernel: Any) -> None:
 
 def wrappers_of(module: Any, slot: str) -> tuple[Any, ...]:
     """What is applied to any kernel in a slot (of a per-model op: under the op's name), innermost first."""
-    return module.__dict__.get(_WRAPPERS, {}).get(slot, ())
+    return _wrappers(module).get(slot, ())
 
 
 def set_wrappers(module: Any, slot: str, wrappers: tuple[Any, ...]) -> None:
-    kept = {name: held for name, held in module.__dict__.get(_WRAPPERS, {}).items() if name != slot}
-    if wrappers:
-        kept[slot] = wrappers
-    _set(module, _WRAPPERS, kept or None)
+    _wrappers.set(module, {name: held for name, held in {**_wrappers(module), slot: wrappers}.items() if held})
 
 
 def is_wrapped(model: Any) -> bool:
     """Whether any slot of `model` has wrappers, which is so once it is parallelized."""
-    return any(_WRAPPERS in module.__dict__ for module in model.modules())
+    return any(map(_wrappers, model.modules()))
 
 
 class InstanceAttribute(Generic[T]):
@@ -422,6 +418,8 @@ class InstanceAttribute(Generic[T]):
         _set(module, self._name, value or None)
 
 
+# What is applied to any kernel, by slot.
+_wrappers: InstanceAttribute[dict[str, tuple[Any, ...]]] = InstanceAttribute("wrappers", {})
 # What `write` left on the model that it was called with.
 binding_state: InstanceAttribute[Any] = InstanceAttribute("binding", None)
 # By op, what undoes the op's preparation of a module.
