@@ -6,14 +6,12 @@ import logging
 import os
 
 
-class _RankZero(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
+def _is_logged(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
 
 
 def get_logger(name: str) -> logging.Logger:
     """Logger `name` (usually `__name__`) whose messages below WARNING are dropped on ranks other than 0."""
     logger = logging.getLogger(name)
-    if not any(isinstance(f, _RankZero) for f in logger.filters):
-        logger.addFilter(_RankZero())
+    logger.addFilter(_is_logged)
     return logger

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +15,7 @@ from opslot._base.logging import get_logger
 from opslot._base.plugins import load_entry_points
 from opslot.models.discovery.supported import supported_architectures
 from opslot.patchgen import PatchConfig, materialize, register_patch
-from opslot.patchgen.materialization import NoPatchError
+from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError
 from opslot.patchgen.names import architecture_in, is_elsewhere, modeling_module
 from opslot.patchgen.source import installed_release
 from opslot.slots.protocol import SubModel, lost_slots, sub_model
@@ -99,7 +98,7 @@ class Architecture:
 
     @property
     def generated(self) -> str:
-        return f"opslot.generated.{self.name}"
+        return f"{GENERATED_PACKAGE}.{self.name}"
 
     def generated_class(self, class_name: str) -> type | None:
         """The generated class of that name, or None."""
@@ -149,9 +148,6 @@ def _load_entry_points() -> None:
     load_entry_points(ENTRY_POINT_GROUP)
 
 
-_GENERATED = re.compile(r"opslot\.generated\.([^.]+)")
-
-
 def architecture_of(cls: type, generated: bool) -> Architecture | None:
     """The architecture of a generated class, or of a Transformers class that has a generated counterpart."""
     name = _generated_name(cls.__module__) if generated else architecture_in(cls.__module__)
@@ -162,8 +158,8 @@ def architecture_of(cls: type, generated: bool) -> Architecture | None:
 
 def _generated_name(module: str) -> str | None:
     """The architecture of a generated module; None for others."""
-    found = _GENERATED.fullmatch(module)
-    return found.group(1) if found else None
+    package, _, name = module.rpartition(".")
+    return name if package == GENERATED_PACKAGE else None
 
 
 def converters_of(model: Any) -> list[Any] | None:

@@ -7,7 +7,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
@@ -57,12 +57,8 @@ class _Written:
     checked: bool = False
 
 
-class _Placed(NamedTuple):
-    """A slot, and what it will hold."""
-
-    module: Any
-    slot: SlotBinding
-    kernel: Callable[..., Any] | None
+# A module, a slot of it, and what that will hold.
+_Placed = tuple[Any, SlotBinding, Callable[..., Any] | None]
 
 
 def bind(
@@ -120,7 +116,7 @@ def _place(model: Any, slot: SlotBinding) -> _Placed:
     reference = slot.op.variant(selected.variant).reference
     for wrapper in slot.wrappers:
         kernel = wrapper.wrap(module, kernel, reference)
-    return _Placed(module, slot, kernel)
+    return module, slot, kernel
 
 
 def _put(model: Any, binding: Binding, placed: list[_Placed]) -> None:

@@ -35,7 +35,7 @@ On an instance, in its `__dict__` alone, so that state_dict and parameters do no
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -156,35 +156,9 @@ def attention_skip(module: Any) -> str | None:
     return None if computes_attention(module) else skip_reason(module, "attention")
 
 
-def computes_attention(module: Any) -> bool:
-    """Whether a module's class computes attention itself, without Transformers' interface."""
-    return getattr(type(module), COMPUTES_ATTENTION, False)
-
-
-def attention_options(module: Any) -> tuple[str, dict[str, str]] | None:
-    """The variant of an attention class, and option -> the module's attribute that holds it; None for other classes."""
-    return getattr(type(module), ATTENTION_OPTIONS, None)
-
-
 def is_own_attention(implementation: Any) -> bool:
     """Whether a value of `_attn_implementation` names a kernel of opslot."""
     return str(implementation).startswith(ATTENTION_PREFIX)
-
-
-def cu_seqlens_for_flash(module: Any) -> bool:
-    """Whether a module passes cu_seqlens only to FlashAttention, or to a kernel bound with them.
-
-    For any other it makes a mask, or one call for each sequence.
-    """
-    return getattr(type(module), CU_SEQLENS_FOR_FLASH, False)
-
-
-def masks_of(module: Any) -> str | None:
-    """The implementation, "eager" or "sdpa", whose masks a module's own code reads; None where it takes those of any.
-
-    Eager attention's are added to scores; those of sdpa are bools, and None where it is causal by itself.
-    """
-    return getattr(type(module), MASKS_OF, None)
 
 
 def reads_padding(model: Any) -> str | None:
@@ -192,16 +166,8 @@ def reads_padding(model: Any) -> str | None:
 
     Not those of models of another config in it, such as an image encoder, which have attention of their own.
     """
-    found, modules = set(), [model]
-    while modules:
-        module = modules.pop()
-        found.add(getattr(type(module), READS_PADDING, None))
-        modules.extend(
-            child
-            for child in module.children()
-            if type(child.__dict__.get("config", model.config)) is type(model.config)
-        )
-    return most_padding(found)
+    config = type(model.config)
+    return _padding_read(model, lambda part: type(part.__dict__.get("config", model.config)) is config)
 
 
 def padding_read_around(root: Any, model: Any) -> str | None:
@@ -211,12 +177,17 @@ def padding_read_around(root: Any, model: Any) -> str | None:
     """
     names = next(name for name, module in root.named_modules() if module is model).split(".")
     around = {id(root.get_submodule(".".join(names[:depth]))) for depth in range(len(names))}
+    return _padding_read(
+        root, lambda part: part is not model and (id(part) in around or part.__dict__.get("config") is None)
+    )
+
+
+def _padding_read(root: Any, is_searched: Callable[[Any], bool]) -> str | None:
     found, modules = set(), [root]
     while modules:
         module = modules.pop()
-        if module is not model and (id(module) in around or module.__dict__.get("config") is None):
-            found.add(getattr(type(module), READS_PADDING, None))
-            modules.extend(module.children())
+        found.add(getattr(type(module), READS_PADDING, None))
+        modules.extend(filter(is_searched, module.children()))
     return most_padding(found)
 
 
@@ -319,35 +290,6 @@ def keeps_itself(module: Any) -> str | None:
     return mixes_documents(module) or unknown_layers(module)
 
 
-def runs_on_global_sequences(module: Any) -> bool:
-    """Whether a module mixes tokens, and gets those of all ranks where these hold shards of sequences."""
-    return bool(getattr(type(module), ON_GLOBAL_SEQUENCES, False))
-
-
-def takes_earlier_tokens(module: Any) -> tuple[str, ...]:
-    """The arguments of a module that may also have tokens before those of position_ids, whose outputs it returns; empty
-    for a module without.
-
-    A rank that holds shards of sequences passes them the tokens of earlier ranks.
-    """
-    return getattr(type(module), TAKES_EARLIER_TOKENS, None) or ()
-
-
-def mixes_documents(module: Any) -> str | None:
-    """Why documents of one sequence see each other in the code of a module's class, whatever its attention is."""
-    return getattr(type(module), KEEPS_SEQUENCES, None)
-
-
-def masks_ignore_positions(module: Any) -> str | None:
-    """Why masks of Transformers would let packed documents of a model see each other; None where positions do not."""
-    return getattr(type(module), MASKS_WITHOUT_POSITIONS, None)
-
-
-def unknown_layers(module: Any) -> str | None:
-    """Why it is unknown whether tokens see each other elsewhere than in the attention of a model's layers."""
-    return getattr(type(module), UNKNOWN_LAYERS, None)
-
-
 def modules_by_document(model: Any) -> Iterator[tuple[str, Any]]:
     """The outermost modules of a model, with their names in it, that run once for each packed document."""
     found: list[str] = []
@@ -401,6 +343,41 @@ def set_wrappers(module: Any, slot: str, wrappers: tuple[Any, ...]) -> None:
 def is_wrapped(model: Any) -> bool:
     """Whether any slot of `model` has wrappers, which is so once it is parallelized."""
     return any(map(_wrappers, model.modules()))
+
+
+class ClassAttribute(Generic[T]):
+    """An attribute of classes; a call returns that of a module's class, or the default."""
+
+    def __init__(self, name: str, default: T) -> None:
+        self._name = name
+        self._default = default
+
+    def __call__(self, module: Any) -> T:
+        found = getattr(type(module), self._name, None)
+        return self._default if found is None else found
+
+
+# Whether a class computes attention itself, without Transformers' interface.
+computes_attention = ClassAttribute(COMPUTES_ATTENTION, False)
+# The variant of an attention class, and option -> the module's attribute that holds it; None for other classes.
+attention_options: ClassAttribute[tuple[str, dict[str, str]] | None] = ClassAttribute(ATTENTION_OPTIONS, None)
+# Whether a module passes cu_seqlens only to FlashAttention, or to a kernel bound with them. For any other it makes a
+# mask, or one call for each sequence.
+cu_seqlens_for_flash = ClassAttribute(CU_SEQLENS_FOR_FLASH, False)
+# The implementation, "eager" or "sdpa", whose masks a module's own code reads; None where it takes those of any.
+# Eager attention's are added to scores; those of sdpa are bools, and None where it is causal by itself.
+masks_of: ClassAttribute[str | None] = ClassAttribute(MASKS_OF, None)
+# Whether a module mixes tokens, and gets those of all ranks where these hold shards of sequences.
+runs_on_global_sequences = ClassAttribute(ON_GLOBAL_SEQUENCES, False)
+# The arguments of a module that may also have tokens before those of position_ids, whose outputs it returns; empty for
+# a module without. A rank that holds shards of sequences passes them the tokens of earlier ranks.
+takes_earlier_tokens: ClassAttribute[tuple[str, ...]] = ClassAttribute(TAKES_EARLIER_TOKENS, ())
+# Why documents of one sequence see each other in the code of a module's class, whatever its attention is.
+mixes_documents: ClassAttribute[str | None] = ClassAttribute(KEEPS_SEQUENCES, None)
+# Why masks of Transformers would let packed documents of a model see each other; None where positions do not.
+masks_ignore_positions: ClassAttribute[str | None] = ClassAttribute(MASKS_WITHOUT_POSITIONS, None)
+# Why it is unknown whether tokens see each other elsewhere than in the attention of a model's layers.
+unknown_layers: ClassAttribute[str | None] = ClassAttribute(UNKNOWN_LAYERS, None)
 
 
 class InstanceAttribute(Generic[T]):

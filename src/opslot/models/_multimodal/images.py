@@ -125,7 +125,7 @@ class _Reader:
         grid = [[frames * merged, height * merge, width * merge] for frames, height, width in sizes]
         projection = self._projection()
         count = sum(map(math.prod, grid))
-        whole = projection.weight.dim() == 4 and not _splits_channels(self._owner(projection))
+        whole = projection.weight.dim() == 4 and not self._splits_channels(projection)
         shape = projection.weight.shape[1:] if whole else [projection.weight.shape[1:].numel()]
         found = {self.pixels: self._ones(count, *shape), f"{self.kind}_grid_thw": self._integers(grid)}
         if f"{self.kind}_merge_sizes" in self.parameters:
@@ -318,13 +318,10 @@ class _Reader:
         found = [(name, m) for name, m in self.tower.named_modules() if isinstance(m, kinds)]
         return next((m for name, m in found if "patch" in name), found[0][1])
 
-    def _owner(self, projection: nn.Module) -> nn.Module:
-        return next(m for m in self.tower.modules() if any(child is projection for child in m.children()))
-
-
-def _splits_channels(owner: nn.Module) -> bool:
-    """Whether the forward of a patch embedding gives flat patches their channels, height and width."""
-    return re.search(r"\.(view|reshape)\([^)]*(in|num)_channels", forward_source(type(owner))) is not None
+    def _splits_channels(self, projection: nn.Module) -> bool:
+        """Whether the forward of a patch embedding gives flat patches their channels, height and width."""
+        owner = next(m for m in self.tower.modules() if any(child is projection for child in m.children()))
+        return re.search(r"\.(view|reshape)\([^)]*(in|num)_channels", forward_source(type(owner))) is not None
 
 
 def _pair(size: Any) -> tuple[int, int]:
