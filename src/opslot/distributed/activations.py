@@ -152,9 +152,6 @@ class _Offloaded:
         with saved_tensors_hooks(self._copies.pack, self._copies.unpack):
             return self._function(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Offloaded:
-        return _Offloaded(self._function)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _Offloaded, (self._function,)
 

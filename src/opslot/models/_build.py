@@ -274,7 +274,7 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
         )
     if backend == "opslot" and theirs.__module__.startswith("transformers."):
         empty = _instantiate(theirs, copy.deepcopy(config), None, "meta", None, empty=True)
-        if not has_slots(empty) and not _has_kernels_per_module(empty) and model_type not in MODELING_REGISTRY:
+        if not has_slots(empty) and not _has_kernels_per_module(empty):
             raise nothing_to_bind(empty)
     return theirs
 

@@ -69,10 +69,8 @@ def _tower(path: str, module: Any, models: dict[str, Any]) -> str | None:
     modalities = (
         module.input_modalities if isinstance(module.input_modalities, str) else " ".join(module.input_modalities)
     )
-    audio = "audio" in f"{modalities if 'text' not in modalities else ''} {type(module.config).__name__}".lower()
-    if audio:
-        return FRAMES
-    return PATCHES
+    names = f"{modalities if 'text' not in modalities else ''} {type(module.config).__name__}".lower()
+    return FRAMES if "audio" in names else PATCHES
 
 
 def parent_of(path: str) -> str:

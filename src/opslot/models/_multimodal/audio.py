@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.source import method_parameters
-from opslot.models._multimodal.probe import Inputs, Probe, find_once
+from opslot.models._multimodal.probe import Inputs, find_once, first_with_features
 
 METHOD = "get_audio_features"
 MELS, WAVEFORM = "input_features", "input_values"
@@ -59,12 +59,7 @@ class AudioInputs:
         name = next((name for name in self._parameters if name in FEATURES), None)
         if name is None or self._config is None:
             return None
-        try:
-            probe = Probe(self._holder, METHOD)
-        # A model's own code may raise anything.
-        except Exception:
-            return None
-        return probe.first(self._candidates(name, probe.model, self._lengths()))
+        return first_with_features(self._holder, METHOD, lambda model: self._candidates(name, model, self._lengths()))
 
     def of_length(self, model: nn.Module, frames: int, samples: int) -> Iterator[tuple[Tensor, Inputs]]:
         """Mel features of so many frames, or a waveform of so many samples, on the meta device, and the arguments with

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.source import forward_source, method_parameters, source_of
-from opslot.models._multimodal.probe import Inputs, Probe, find_once
+from opslot.models._multimodal.probe import Inputs, find_once, first_with_features
 
 Size = tuple[int, int, int]
 # Some models squeeze the axis of tokens, so one token is not legal.
@@ -253,13 +253,8 @@ class _Reader:
 
     def _smallest_side(self) -> tuple[int, int] | None:
         """The smallest size of an image that gives features; None where none is found."""
-        try:
-            probe = Probe(self.holder, self.method)
-        # A model's own code may raise anything.
-        except Exception:
-            return None
         made = ({n: x.cpu().float() for n, x in self._of_side(side, _SMALLEST).items()} for side in self._sides())
-        found = probe.first(made)
+        found = first_with_features(self.holder, self.method, lambda _: made)
         return None if found is None else _pair(found[self.pixels].shape[-2:])
 
     def _sides(self) -> Iterator[tuple[int, int]]:

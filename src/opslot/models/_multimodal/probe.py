@@ -40,10 +40,6 @@ class Probe:
         self.model.initialize_weights()
         self.method = method
 
-    def first(self, candidates: Iterable[Inputs]) -> Inputs | None:
-        """The first of `candidates` that gives features; None if there is none."""
-        return next((inputs for inputs in candidates if self.features(inputs)), None)
-
     def features(self, inputs: Mapping[str, Tensor]) -> int:
         """Number of features of some inputs; 0 where the encoder raises an error."""
         try:
@@ -52,6 +48,16 @@ class Probe:
         # A model's own code may raise anything.
         except Exception:
             return 0
+
+
+def first_with_features(holder: Any, method: str, candidates: Callable[[nn.Module], Iterable[Inputs]]) -> Inputs | None:
+    """The first inputs that give features, of `candidates` for the copy; None where there are none, or no copy."""
+    try:
+        probe = Probe(holder, method)
+    # A model's own code may raise anything.
+    except Exception:
+        return None
+    return next((inputs for inputs in candidates(probe.model) if probe.features(inputs)), None)
 
 
 def find_once(holder: Any, method: str, find: Callable[[], Any]) -> Any:
