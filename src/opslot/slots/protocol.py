@@ -29,7 +29,7 @@ On a generated module `_opslot_lost_slots`: which expected slots it lacks in thi
 classes by name.
 
 On an instance, in its `__dict__` alone, so that state_dict and parameters do not include it: the kernel in
-`_opslot_<slot>`, its wrappers, what undoes a binding, and the `InstanceAttribute`s below.
+`_opslot_<slot>`, its wrappers, what undoes a binding, and the `AttributeOfInstance`s below.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def is_wrapped(model: Any) -> bool:
     return any(map(_wrappers, model.modules()))
 
 
-class ClassAttribute(Generic[T]):
+class AttributeOfClass(Generic[T]):
     """An attribute of classes; a call returns that of a module's class, or the default."""
 
     def __init__(self, name: str, default: T) -> None:
@@ -358,29 +358,29 @@ class ClassAttribute(Generic[T]):
 
 
 # Whether a class computes attention itself, without Transformers' interface.
-computes_attention = ClassAttribute(COMPUTES_ATTENTION, False)
+computes_attention = AttributeOfClass(COMPUTES_ATTENTION, False)
 # The variant of an attention class, and option -> the module's attribute that holds it; None for other classes.
-attention_options: ClassAttribute[tuple[str, dict[str, str]] | None] = ClassAttribute(ATTENTION_OPTIONS, None)
+attention_options: AttributeOfClass[tuple[str, dict[str, str]] | None] = AttributeOfClass(ATTENTION_OPTIONS, None)
 # Whether a module passes cu_seqlens only to FlashAttention, or to a kernel bound with them. For any other it makes a
 # mask, or one call for each sequence.
-cu_seqlens_for_flash = ClassAttribute(CU_SEQLENS_FOR_FLASH, False)
+cu_seqlens_for_flash = AttributeOfClass(CU_SEQLENS_FOR_FLASH, False)
 # The implementation, "eager" or "sdpa", whose masks a module's own code reads; None where it takes those of any.
 # Eager attention's are added to scores; those of sdpa are bools, and None where it is causal by itself.
-masks_of: ClassAttribute[str | None] = ClassAttribute(MASKS_OF, None)
+masks_of: AttributeOfClass[str | None] = AttributeOfClass(MASKS_OF, None)
 # Whether a module mixes tokens, and gets those of all ranks where these hold shards of sequences.
-runs_on_global_sequences = ClassAttribute(ON_GLOBAL_SEQUENCES, False)
+runs_on_global_sequences = AttributeOfClass(ON_GLOBAL_SEQUENCES, False)
 # The arguments of a module that may also have tokens before those of position_ids, whose outputs it returns; empty for
 # a module without. A rank that holds shards of sequences passes them the tokens of earlier ranks.
-takes_earlier_tokens: ClassAttribute[tuple[str, ...]] = ClassAttribute(TAKES_EARLIER_TOKENS, ())
+takes_earlier_tokens: AttributeOfClass[tuple[str, ...]] = AttributeOfClass(TAKES_EARLIER_TOKENS, ())
 # Why documents of one sequence see each other in the code of a module's class, whatever its attention is.
-mixes_documents: ClassAttribute[str | None] = ClassAttribute(KEEPS_SEQUENCES, None)
+mixes_documents: AttributeOfClass[str | None] = AttributeOfClass(KEEPS_SEQUENCES, None)
 # Why masks of Transformers would let packed documents of a model see each other; None where positions do not.
-masks_ignore_positions: ClassAttribute[str | None] = ClassAttribute(MASKS_WITHOUT_POSITIONS, None)
+masks_ignore_positions: AttributeOfClass[str | None] = AttributeOfClass(MASKS_WITHOUT_POSITIONS, None)
 # Why it is unknown whether tokens see each other elsewhere than in the attention of a model's layers.
-unknown_layers: ClassAttribute[str | None] = ClassAttribute(UNKNOWN_LAYERS, None)
+unknown_layers: AttributeOfClass[str | None] = AttributeOfClass(UNKNOWN_LAYERS, None)
 
 
-class InstanceAttribute(Generic[T]):
+class AttributeOfInstance(Generic[T]):
     """An attribute of instances; a call returns that of a module, or the default."""
 
     def __init__(self, name: str, default: T) -> None:
@@ -396,20 +396,20 @@ class InstanceAttribute(Generic[T]):
 
 
 # What is applied to any kernel, by slot.
-_wrappers: InstanceAttribute[dict[str, tuple[Any, ...]]] = InstanceAttribute("wrappers", {})
+_wrappers: AttributeOfInstance[dict[str, tuple[Any, ...]]] = AttributeOfInstance("wrappers", {})
 # What `write` left on the model that it was called with.
-binding_state: InstanceAttribute[Any] = InstanceAttribute("binding", None)
+binding_state: AttributeOfInstance[Any] = AttributeOfInstance("binding", None)
 # By op, what undoes the op's preparation of a module.
-attached: InstanceAttribute[dict[str, Any]] = InstanceAttribute("attached", {})
+attached: AttributeOfInstance[dict[str, Any]] = AttributeOfInstance("attached", {})
 # What `padding_read_around` found when a model was bound.
-padding_read_outside: InstanceAttribute[str | None] = InstanceAttribute("padding_read_outside", None)
+padding_read_outside: AttributeOfInstance[str | None] = AttributeOfInstance("padding_read_outside", None)
 # Whether a module's Transformers config is a copy that no other model shares.
-owns_config = InstanceAttribute("owns_config", False)
+owns_config = AttributeOfInstance("owns_config", False)
 # Why the slots of an instance are never read, where its forward was replaced before `opslot.apply`.
-replaced_forward: InstanceAttribute[str | None] = InstanceAttribute("replaced_forward", None)
+replaced_forward: AttributeOfInstance[str | None] = AttributeOfInstance("replaced_forward", None)
 # Whether a model in evaluation computes its loss alone, without logits.
-loss_only = InstanceAttribute("loss_only", False)
+loss_only = AttributeOfInstance("loss_only", False)
 # Whether the parameters of a module itself have adapters (LoRA).
-is_adapted = InstanceAttribute("adapted", False)
+is_adapted = AttributeOfInstance("adapted", False)
 # By parameter of a module, how many of its last experts expert parallelism removed, since nothing reads them.
-removed_experts: InstanceAttribute[Mapping[str, int]] = InstanceAttribute("removed_experts", {})
+removed_experts: AttributeOfInstance[Mapping[str, int]] = AttributeOfInstance("removed_experts", {})

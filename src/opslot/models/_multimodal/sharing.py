@@ -20,14 +20,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from opslot.distributed import gather_objects, gather_outputs, get_parallel_state
-from opslot.models._multimodal.audio import FEATURES, AudioInputs
+from opslot.models._multimodal.audio import FEATURES as AUDIO_FEATURES
 from opslot.models._multimodal.audio import METHOD as AUDIO_METHOD
+from opslot.models._multimodal.audio import AudioInputs
 from opslot.models._multimodal.images import Size, visual_inputs
 from opslot.models._multimodal.probe import Probe, find_once, pooled_features
 
 # Outputs of an encoder that the language model does not read; those of a second encoder have a prefix.
 INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")
-_FEATURES = ("pixel_values", "flattened_patches", *FEATURES)
+_FEATURES = ("pixel_values", "flattened_patches", *AUDIO_FEATURES)
 _IMAGE_DIMS = 4
 # Relative to the largest feature, in float32: sums of other lengths are taken in another order.
 _ROUNDING = 1e-5
@@ -43,7 +44,7 @@ class Sharing:
     """How ranks share the images, videos or audios that a method takes.
 
     Attributes:
-        by_frame: the frames of a video may be on several ranks.
+        by_frame: the frames of a video, or the images of a sample, may be on several ranks.
         is_known: the number of features of each follows from the inputs.
     """
 
@@ -293,7 +294,7 @@ def _items(arguments: Mapping[str, Any]) -> _Items | None:
     grid = next((name for name in tensors if name.endswith(("_grid_thw", "_grid_hw"))), None)
     counts = next((name for name in tensors if name.startswith("num_frames_per_")), None)
     masks = (x for name, x in tensors.items() if "mask" in name and x.dim() == 2)
-    lengths = next(masks, None) if any(name.startswith(FEATURES) for name in tensors) else None
+    lengths = next(masks, None) if any(name.startswith(AUDIO_FEATURES) for name in tensors) else None
     if grid is not None:
         sizes = tensors[grid].prod(-1).tolist()
         counts = grid if grid.endswith("_thw") else None
