@@ -33,7 +33,6 @@ from opslot.checkpoint.model_tensors import clean_fqn, partly_read_experts
 from opslot.checkpoint.quantized_moments import plain_state, quantized_state
 from opslot.distributed.consensus import (
     RankError,
-    has_process_group,
     is_first_rank,
     on_all_ranks,
     on_first_rank,
@@ -345,7 +344,7 @@ def _check_model(folder: Path, model_state: dict[str, Any], partly_read: set[str
 
 
 def _rank_and_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if has_process_group() else (0, 1)
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -371,7 +370,7 @@ def _single_process_allowed() -> Iterator[bool]:
     """DCP's `no_dist`: whether there is no process group. Inside, DCP doesn't warn about that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield not has_process_group()
+        yield not dist.is_initialized()
 
 
 def _sync_folder(folder: Path) -> None:

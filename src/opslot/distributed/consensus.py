@@ -38,19 +38,14 @@ class RankError(ParallelError):
     """An unexpected error of one rank, raised on all."""
 
 
-def has_process_group() -> bool:
-    """Whether this process is part of a process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def is_first_rank() -> bool:
     """Whether this process is rank 0 or the only process."""
-    return not has_process_group() or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def sum_over_ranks(*values: float) -> list[float]:
     """The sum of each number over all ranks; the numbers themselves in a single process."""
-    if not has_process_group() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(values)
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
@@ -59,7 +54,7 @@ def sum_over_ranks(*values: float) -> list[float]:
 
 def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
     """The value of every rank, in rank order; values are pickled."""
-    if not has_process_group() or dist.get_world_size(group) == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -73,7 +68,7 @@ def on_all_ranks(function: Callable[[], T], group: ProcessGroup | None = None) -
         OpslotError: on every rank, the error of the lowest rank on which `function` failed, of the same class and with
             the rank in its message. Any other error becomes a RankError. A single process raises the error itself.
     """
-    if not has_process_group() or dist.get_world_size(group) == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [function()]
     result, error = None, None
     try:
@@ -100,7 +95,7 @@ def wait_for_ranks() -> None:
 
     Inside `fail_together`, a rank that fails meanwhile ends the others.
     """
-    if not has_process_group() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     number = next(_waits.setdefault(dist.distributed_c10d._get_default_group(), itertools.count()))
     store = dist.PrefixStore(f"opslot/wait/{number}", _own_connection())
@@ -114,7 +109,7 @@ def root_cause(error: BaseException) -> str:
     if failures:
         rank, first = next(iter(sorted(failures.items())))
         cause = root_cause(first[0] if isinstance(first, tuple) else first)
-        return f"rank {rank}: {cause}" if has_process_group() else cause
+        return f"rank {rank}: {cause}" if dist.is_initialized() else cause
     before = error.__context__
     if type(error) is RuntimeError and isinstance(before, OSError) and before.errno in _FULL_DISK:
         # torch's zip writer raises an error of its own while it handles this one.

@@ -82,12 +82,10 @@ def has_copies(model: nn.Module) -> bool:
     return _COPIES in model.__dict__
 
 
-@contextlib.contextmanager
-def replicated_gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
+def replicated_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
     """`gradient_sync` of a model on which `replicate` may have been called."""
-    copies = model.__dict__.get(_COPIES)
-    with copies.gradient_sync(enabled) if copies is not None else contextlib.nullcontext():
-        yield
+    copies: _Copies | None = model.__dict__.get(_COPIES)
+    return contextlib.nullcontext() if copies is None else copies.gradient_sync(enabled)
 
 
 def release_copies(model: nn.Module) -> None:

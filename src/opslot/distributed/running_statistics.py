@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from opslot._base.source import source_of
-from opslot.distributed.consensus import has_process_group
 
 _MOMENTUM = "_momentum_of_forward"
 
@@ -45,7 +44,7 @@ def average_statistics(model: nn.Module) -> None:
 
     Each rank's are those of its own micro batches; a checkpoint and an evaluation have one of them.
     """
-    if not has_process_group() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     buffers: dict[torch.dtype, list[torch.Tensor]] = {}
     for norm, _ in _norms(model):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from opslot._base.logging import get_logger
 from opslot.checkpoint.training_state import Snapshot, discard, write_snapshot
-from opslot.distributed.consensus import has_process_group, is_first_rank
+from opslot.distributed.consensus import is_first_rank
 from opslot.trainer.checkpointing import checkpoint_name, find_checkpoints
 
 logger = get_logger(__name__)
@@ -59,7 +59,7 @@ class CheckpointSaver:
         if not self.background:
             self._write(folder, snapshot)
             return folder
-        if self._group is None and has_process_group():
+        if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
         copy = dataclasses.replace(snapshot, tensors=self._stage(snapshot.tensors))
         # A daemon thread, so that a hanging disk or rank does not keep a failing process alive.
