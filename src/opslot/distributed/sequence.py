@@ -48,7 +48,9 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
         return batch
     _check_shapes(batch)
     input_ids: Tensor = batch["input_ids"]
-    labels = _shifted_labels(batch)
+    labels: Tensor | None = batch.get("shift_labels")
+    if labels is None and batch.get("labels") is not None:
+        labels = shifted_labels(batch["labels"])
     positions: Tensor | None = batch.get("position_ids")
     starts = _document_starts(batch)
     padding = -input_ids.shape[1] % state.sp
@@ -76,13 +78,6 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
 def has_features(batch: Mapping[str, Any]) -> bool:
     """Whether a batch has images, videos or audio, or marks their tokens."""
     return any(value is not None and name.startswith((*_FEATURES, *_TYPE_IDS)) for name, value in batch.items())
-
-
-def _shifted_labels(batch: dict[str, Any]) -> Tensor | None:
-    """[B, S]: what each position predicts."""
-    labels: Tensor | None = batch.get("labels")
-    shifted: Tensor | None = batch.get("shift_labels")
-    return shifted_labels(labels) if shifted is None and labels is not None else shifted
 
 
 _REPLACED = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", *BOUNDARIES)
