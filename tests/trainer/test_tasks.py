@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from opslot._base.errors import DataError
+from opslot.checkpoint.training_state import read_state
 from opslot.data.config import DataConfig
 from opslot.data.labels import LabelEncoder, find_label_names
 from opslot.trainer import load_config
 from opslot.trainer.callbacks.writers import read_metrics
+from opslot.trainer.exports import exported_step
 from opslot.trainer.parse import to_yaml
 from opslot.trainer.run_data import set_sample_length
 from tests.chat import TEMPLATE, write_chat_model, write_chats
@@ -147,6 +150,36 @@ def test_early_stopping_keeps_the_best_model(chat_settings, train, tmp_path, mon
     code, out, _ = train("--train.checkpoint.resume_from", "latest")
     assert code == 0
     assert "nothing left to train" in out
+
+
+@pytest.mark.parametrize("lost", ["removed", "of a later step"])
+def test_best_model_after_the_resumed_checkpoint_is_replaced(chat_settings, train, tmp_path, monkeypatch, lost):
+    """A killed run may have exported a model that the resumed one, with other settings, never has again."""
+    from opslot.trainer.text import TextTrainer
+
+    losses = iter([2.0, 1.0, 2.5, 2.3, 2.4, 2.4])
+    monkeypatch.setattr(TextTrainer, "evaluate", lambda self: {"eval_loss": next(losses)})
+    chat_settings["train"] |= {"max_steps": 2, "eval_steps": 1, "checkpoint": {"save_steps": 1}}
+    chat_settings["evaluation"] = {"save_best": True}
+    assert train()[0] == 0
+    checkpoints, best = tmp_path / "out" / "checkpoints", tmp_path / "out" / "hf_best"
+    assert exported_step(tmp_path / "out", "hf_best") == 2
+    shutil.rmtree(checkpoints / "step_00000002")
+    if lost == "removed":
+        shutil.rmtree(best)
+    code, out, err = train("--train.max_steps", "4", "--train.checkpoint.resume_from", "latest")
+    assert (code, err) == (0, "")
+    reason = "does not exist" if lost == "removed" else "has the model of step 2, after the resumed one"
+    assert f"{best} {reason}; the next evaluation writes it" in out
+    assert f"the best model (step 3) is in {best}" in out
+    assert exported_step(tmp_path / "out", "hf_best") == 3
+    # The best evaluation, for early stopping, is still that of step 1.
+    state, _ = read_state(checkpoints / "step_00000004")
+    assert (state["best"]["step"], state["best"]["since"], state["best"]["exported"]) == (1, 3, 2.3)
+    code, out, err = train("--train.max_steps", "5", "--train.checkpoint.resume_from", "latest")
+    assert (code, err) == (0, "")
+    assert "the next evaluation" not in out
+    assert exported_step(tmp_path / "out", "hf_best") == 3
 
 
 def test_mixture_is_drawn_by_weight_and_resumes_exactly(settings, train, tmp_path):

@@ -15,6 +15,7 @@ class BestEvaluation:
     Attributes:
         value, step: of the best evaluation; None before the first one.
         since: evaluations after the best one.
+        exported: value of the evaluation whose model is kept as the best; None where there is no such model.
     """
 
     def __init__(self, metric: str) -> None:
@@ -22,25 +23,47 @@ class BestEvaluation:
         self.value: float | None = None
         self.step: int | None = None
         self.since = 0
+        self.exported: float | None = None
 
     def update(self, step: int, metrics: dict[str, float]) -> bool:
-        """Take the metrics of an evaluation into account; returns whether it is the best one."""
+        """Take the metrics of an evaluation into account; returns whether its model is the best one to keep.
+
+        That is the model of the best evaluation, or after `export_lost` of the best one since then.
+        """
         value = metrics[f"eval_{self.metric}"]
-        better = self.value is None or (value < self.value if self.metric == "loss" else value > self.value)
-        if better and math.isfinite(value):
+        if self._is_better(value, self.value):
             self.value, self.step, self.since = value, step, 0
+        else:
+            self.since += 1
+        if self._is_better(value, self.exported):
+            self.exported = value
             return True
-        self.since += 1
         return False
+
+    def export_lost(self) -> None:
+        """The model of the best evaluation was not kept, so that of the next evaluation is."""
+        self.exported = None
+
+    def _is_better(self, value: float, other: float | None) -> bool:
+        if not math.isfinite(value):
+            return False
+        return other is None or (value < other if self.metric == "loss" else value > other)
 
     def is_over(self, patience: int | None) -> bool:
         """Whether the last `patience` evaluations brought no improvement."""
         return patience is not None and self.since >= patience
 
     def state_dict(self) -> dict[str, Any]:
-        return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since}
+        return {
+            "metric": self.metric,
+            "value": self.value,
+            "step": self.step,
+            "since": self.since,
+            "exported": self.exported,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint; a run with another metric starts afresh."""
         if isinstance(state, dict) and state.get("metric") == self.metric:
             self.value, self.step, self.since = state["value"], state["step"], int(state["since"])
+            self.exported = state.get("exported", self.value)

@@ -159,6 +159,7 @@ def _unused_gpus(trainer: TextTrainer) -> Iterator[str]:
 
 def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
     from opslot.trainer.callbacks.writers import BEST_FOLDER, HF_FOLDER
+    from opslot.trainer.exports import exported_step
 
     changes = trainer.data.describe_changes()
     try:
@@ -179,7 +180,9 @@ def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
                 trainer.print(f"merge it with: opslot merge {trainer.output_dir / HF_FOLDER} DESTINATION{options}")
         best = trainer.output_dir / BEST_FOLDER
         if trainer.best.step is not None and best.is_dir():
-            trainer.print(f"the best model (step {trainer.best.step}) is in {best}")
+            # After a resumed run lost the model of the best evaluation, that of another one is there.
+            step = exported_step(trainer.output_dir, BEST_FOLDER) or trainer.best.step
+            trainer.print(f"the best model (step {step}) is in {best}")
     else:
         trainer.print(
             f"stopped after step {result.step}; checkpoint saved, continue with --train.checkpoint.resume_from latest"

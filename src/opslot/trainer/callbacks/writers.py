@@ -63,6 +63,11 @@ class EvaluationCallback(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         if is_first_rank():
             _keep_lines(trainer.output_dir / SAMPLES_FILE, trainer.step)
+        if trainer.best.exported is not None and _saves_best(trainer):
+            found = on_first_rank(lambda: _best_export(trainer))
+            if found != _HAS_BEST:
+                trainer.best.export_lost()
+                trainer.print(f"{trainer.output_dir / BEST_FOLDER} {found}; the next evaluation writes it")
 
     def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.eval_steps
@@ -74,8 +79,7 @@ class EvaluationCallback(Callback):
         if options.prompts:
             self._write_samples(trainer, record.step, options.prompts)
         patience = options.early_stopping_patience
-        best = trainer.best.update(record.step, metrics)
-        if best and (options.save_best if options.save_best is not None else patience is not None):
+        if trainer.best.update(record.step, metrics) and _saves_best(trainer):
             _export(trainer, BEST_FOLDER)
         if trainer.best.is_over(patience) and record.step != trainer.max_steps:
             trainer.print(
@@ -94,6 +98,24 @@ class EvaluationCallback(Callback):
                 line = {"step": step, "prompt": prompt.text, **media, "answer": answer}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 trainer.print(f"  {prompt.label} -> {answer!r}")
+
+
+_HAS_BEST = "has the best model"
+
+
+def _saves_best(trainer: Trainer) -> bool:
+    options = trainer.config.evaluation
+    return options.save_best if options.save_best is not None else options.early_stopping_patience is not None
+
+
+def _best_export(trainer: Trainer) -> str:
+    """What hf_best/ of a resumed run has: an earlier process may have gone on after the resumed checkpoint."""
+    if not (trainer.output_dir / BEST_FOLDER).is_dir():
+        return "does not exist"
+    step = exported_step(trainer.output_dir, BEST_FOLDER)
+    if step is not None and step > trainer.step:
+        return f"has the model of step {step}, after the resumed one"
+    return _HAS_BEST
 
 
 class MetricsCallback(Callback):
