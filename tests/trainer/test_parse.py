@@ -226,6 +226,32 @@ def test_null_overrides_require_optional_fields(tmp_path):
         load_config([file, "--train.weight_decay", "null"])
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("evaluation.prompts", "[5]", "[5]; put quotes around a text"),
+        ("evaluation.prompts", "[a, true]", "['a', True]; put quotes around a text"),
+        ("evaluation.prompts", "[2026-01-01]", "[datetime.date(2026, 1, 1)]; put quotes around a text"),
+        ("evaluation.prompts", "[null]", "[None]"),
+        ("evaluation.prompts", "[[a]]", "[['a']]"),
+        ("evaluation.prompts", "a", "'a'; give a list in brackets"),
+        ("lora.target_modules", "[q_proj, 5]", "['q_proj', 5]; put quotes around a text"),
+        ("data.train", "[5]", "[5]"),
+    ],
+)
+def test_elements_of_a_list_have_its_type(tmp_path, field, value, found):
+    section, name = field.split(".")
+    for given in ([f"--{field}", value], [str(write(tmp_path, f"{section}:\n  {name}: {value}"))]):
+        with pytest.raises(ConfigError) as caught:
+            load_config(given)
+        assert re.search(rf"- {field}: expected .*list\[.*, found {re.escape(found)}", str(caught.value))
+
+
+def test_list_of_quoted_texts_is_an_option():
+    assert load_config(["--evaluation.prompts", '["5", x, {text: y}]']).evaluation.prompts == ["5", "x", {"text": "y"}]
+    assert load_config(["--lora.target_modules", "[qk]_proj"]).lora.target_modules == "[qk]_proj"
+
+
 def test_merged_key_can_be_overridden(tmp_path):
     config = load_config(write(tmp_path, "data: {<<: {max_seq_len: 8, text_field: body}, max_seq_len: 16}"))
     assert (config.data.max_seq_len, config.data.text_field) == (16, "body")

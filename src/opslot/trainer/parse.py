@@ -9,6 +9,7 @@ import functools
 import os
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,7 +268,7 @@ def _checked_values(
         if value is None and not _takes_none(schema[name]):
             problems.append(_wrong_type(name, value, schema))
             continue
-        if parsed is None and _attempt(parser.parse_object, _nested({name: value})) is None:
+        if parsed is None and not _is_valid(parser, name, value):
             problems.append(_wrong_type(name, value, schema))
     return parsed
 
@@ -300,6 +301,8 @@ def _checked_overrides(
             problems.append(_section(name, value, schema) or _unknown(name, schema))
         elif name == field and value == "null" and not _takes_none(schema[field]):
             problems.append(_wrong_type(name, None, schema))
+        elif (found := _list_in(value, schema[field])) is not None and not _is_valid(parser, name, found):
+            problems.append(_wrong_type(name, found, schema))
         else:
             kept.append((name, value))
     if not kept:
@@ -322,6 +325,21 @@ def _attempt(parse: Callable[..., Namespace], *arguments: Any) -> Namespace | No
         return parse(*arguments, defaults=False)
     except (argparse.ArgumentError, TypeError, ValueError, RecursionError):
         return None
+
+
+def _is_valid(parser: ArgumentParser, name: str, value: Any) -> bool:
+    return _attempt(parser.parse_object, _nested({name: value})) is not None
+
+
+def _list_in(text: str, kind: Any) -> list[Any] | None:
+    """The list that an option gives to a field of lists; the parser takes one with other elements for a text."""
+    if not text.lstrip().startswith("[") or "list[" not in str(kind):
+        return None
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list) else None
 
 
 def _takes_none(kind: Any) -> bool:
@@ -390,4 +408,8 @@ def _wrong_type(name: str, value: Any, schema: dict[str, Any]) -> str:
     hint = _VALUE_HINTS.get((name, value)) if isinstance(value, str) else None
     if isinstance(value, str) and not hint and (near := difflib.get_close_matches(value, options, 1, cutoff=0.5)):
         hint = f"did you mean {near[0]}?"
+    if not isinstance(value, list):
+        hint = hint or ("give a list in brackets" if "list[" in str(kind) else None)
+    elif "list[str" in str(kind) and any(isinstance(element, int | float | date) for element in value):
+        hint = 'put quotes around a text that YAML reads as another value, such as "5"'
     return f"{name}: expected {expected}, found {value!r}" + (f"; {hint}" if hint else "")
