@@ -137,6 +137,17 @@ def test_resume_with_the_state_of_another_optimizer_raises(settings, train):
     assert "was saved with train.optimizer.name=adamw" in err
 
 
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_kernel_of_the_optimizer_is_written(settings, train, tmp_path, name):
+    settings["train"] |= {"max_steps": 1}
+    settings["model"]["ops_implementation"] = {"adamw_implementation": name}
+    code, _, err = train()
+    assert (code, err) == (0, "")
+    table = (tmp_path / "out" / "kernels.txt").read_text()
+    reasons = {"auto": "eager (no usable kernel was measured faster", "triton": "triton ("}
+    assert f"\noptimizer: adamw/standard runs {reasons[name]}" in table
+
+
 @pytest.mark.parametrize("name", ["adamw_torch", "muon"])
 def test_kernel_of_another_optimizer_raises(settings, train, name):
     settings["model"]["ops_implementation"] = {"adamw_implementation": "triton"}

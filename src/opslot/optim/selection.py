@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from opslot._base.device import facts_of, has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, OpsImplementationConfig, bound_config
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, OpsImplementationConfig, Resolution, bound_config
 
 logger = get_logger(__name__)
 
@@ -36,14 +36,23 @@ def optimizer_class(name: str, model: nn.Module) -> Callable[..., torch.optim.Op
 
 def adamw_of(model: nn.Module) -> Callable[..., torch.optim.AdamW]:
     """torch's fused AdamW, or the optimizer of the kernel that `adamw_implementation` names or `auto` selects."""
-    config = bound_config(model) or OpsImplementationConfig()
-    parameter = next(model.parameters())
-    request = KernelRequest("adamw", "standard", facts_of(parameter.device), parameter.dtype)
-    chosen = KERNEL_REGISTRY.resolve(request, config.choice("adamw", "standard")).chosen
+    chosen = adamw_kernel(model).chosen
     if chosen == "eager":
         return functools.partial(torch.optim.AdamW, fused=True)
     logger.info("AdamW steps through the kernel %r", chosen)
     return KERNEL_REGISTRY.load("adamw", "standard", chosen).optimizer  # type: ignore[attr-defined]
+
+
+def adamw_kernel(model: nn.Module) -> Resolution:
+    """The kernel of AdamW that `adamw_implementation` names or `auto` selects, and why; "eager" is torch's fused AdamW.
+
+    Raises:
+        ConfigError: the named kernel cannot run on the model's device.
+    """
+    config = bound_config(model) or OpsImplementationConfig()
+    parameter = next(model.parameters())
+    request = KernelRequest("adamw", "standard", facts_of(parameter.device), parameter.dtype)
+    return KERNEL_REGISTRY.resolve(request, config.choice("adamw", "standard"))
 
 
 def eight_bit_problem(sharded: bool, on_gpu: bool) -> str | None:

@@ -13,6 +13,7 @@ from opslot._base.files import remove_temporary_files, write_json, write_text
 from opslot.checkpoint.training_state import STATE_FILE, is_complete
 from opslot.distributed import gather_objects, on_first_rank
 from opslot.distributed.shared_folder import not_shared, require_shared
+from opslot.optim.selection import adamw_kernel
 from opslot.slots import explain
 from opslot.trainer.checkpointing import CHECKPOINTS, damaged_checkpoints, find_checkpoints, newer_checkpoints, step_of
 from opslot.trainer.config import RunConfig, TrainConfig
@@ -143,5 +144,9 @@ def write_description(folder: Path, config: RunConfig, model: nn.Module) -> None
         path.rename(older)
     write_text(path, text)
     kernels = explain(model)
-    write_text(folder / "kernels.txt", f"{kernels}\n")
+    table = f"{kernels}\n"
+    if config.train.optimizer.name == "adamw":
+        of_optimizer = adamw_kernel(model)
+        table += f"\noptimizer: adamw/standard runs {of_optimizer.chosen} ({of_optimizer.why})\n"
+    write_text(folder / "kernels.txt", table)
     write_json(folder / "kernels.json", kernels.to_dict())
