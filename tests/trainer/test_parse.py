@@ -138,6 +138,18 @@ def test_all_problems_in_one_error(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("model.torch_dtype", "expected one of float32, bfloat16, found 'auto'; .*leave the field out for float32"),
+        ("train.fsdp.param_dtype", "found 'auto'; leave the field out for the default"),
+    ],
+)
+def test_dtype_auto_raises_with_what_the_default_is(field, message):
+    with pytest.raises(ConfigError, match=f"{field}: .*{message}"):
+        load_config([f"--{field}", "auto"])
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("train: {lr: 1", "is not valid YAML"),

@@ -41,7 +41,15 @@ _HALF = (
     "float16 parameters cannot be trained, since optimizer updates underflow; use float32 parameters with "
     "train.fsdp.param_dtype: float16 or bfloat16, or bfloat16 parameters"
 )
-_VALUE_HINTS = {("model.torch_dtype", name): _HALF for name in ("float16", "fp16", "half", "torch.float16")}
+_AUTO_DTYPE = (
+    "the checkpoint's dtype is not used; leave the field out for float32 parameters, which compute in "
+    "train.fsdp.param_dtype"
+)
+_VALUE_HINTS = {
+    **{("model.torch_dtype", name): _HALF for name in ("float16", "fp16", "half", "torch.float16")},
+    ("model.torch_dtype", "auto"): _AUTO_DTYPE,
+    ("train.fsdp.param_dtype", "auto"): "leave the field out for the default",
+}
 
 
 def load_config(source: str | Path | Sequence[str]) -> RunConfig:
