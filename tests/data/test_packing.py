@@ -167,6 +167,25 @@ def test_evaluation_visits_every_sample_once():
     )
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [[5] * 9, [4, 4, 5], [3], [8, 8]])
+def test_evaluation_pads_the_last_partial_sample(sizes, world_size):
+    samples = PackedDataset(Documents(sizes), 4, shuffle=False, drop_last=False, pad_token_id=9)
+    assert samples.samples_per_epoch == -(-sum(sizes) // 4)
+    batches = [
+        batch
+        for rank in range(world_size)
+        for batch, counts in EvaluationLoader(samples, 2, rank=rank, world_size=world_size)
+        if counts
+    ]
+    whole = PackedDataset(Documents(sizes), sum(sizes), shuffle=False)
+    predicted = sorted(int(label) for batch in batches for label in batch["labels"].flatten() if label != -100)
+    # A sample's first token has no label.
+    starts = [int(tokens[0]) for tokens in whole[0]["input_ids"].split(4)]
+    firsts = [1000 * document for document in range(len(sizes))]
+    assert predicted == sorted(set(whole[0]["input_ids"].tolist()) - {*starts, *firsts})
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("max_tokens", [None, 12])
 def test_evaluation_assembles_only_a_ranks_own_batches(workers, max_tokens):
