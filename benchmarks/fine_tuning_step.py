@@ -187,7 +187,7 @@ def _build_opslot(task: Task, device: torch.device) -> tuple[Any, Any, str]:
     from transformers import AutoConfig
 
     import opslot
-    from opslot.models._adapters.quantized_linear import quantize_layers
+    from opslot.models._adapters.nf4 import quantize_layers
     from opslot.trainer.config import LoraConfig, TrainConfig
     from opslot.trainer.lora import add_adapters
     from opslot.trainer.optimizer import build_optimizer
@@ -248,7 +248,7 @@ def _build_baseline(task: Task, device: torch.device) -> tuple[Any, Any, str]:
     if task.method == "qlora":
         import bitsandbytes
 
-        from opslot.models._adapters.quantized_linear import quantize_layers
+        from opslot.models._adapters.nf4 import quantize_layers
 
         weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
         for path in quantize_layers(model):

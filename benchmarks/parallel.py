@@ -22,11 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from opslot._base.device import best_device
-from opslot._base.pairs import pairs
 from opslot.bench.files import OutputFiles
 from opslot.bench.result import Environment, Result, Run, StepRow, recorded_command
 from opslot.bench.step import loss_check, process_environment
 from opslot.bench.table import steps_table
+from opslot.cli.arguments import pairs
 
 WORKERS = Path(__file__).parent / "parallel_workers"
 
