@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForSequenceClassification
 
 import opslot
 from opslot._base.errors import ConfigError
@@ -22,8 +23,9 @@ from opslot.distributed import (
     shard_model,
     shard_sequence,
 )
-from opslot.distributed.fsdp import _find_layers
+from opslot.distributed.fsdp_layers import find_layers
 from opslot.models.parallelize import parallel_plan
+from opslot.verify.tiny import tiny_config
 from tests.distributed import tiny
 from tests.distributed.tiny import loss_of
 
@@ -347,7 +349,7 @@ class Encoder(nn.Module):
 @pytest.mark.parametrize("names", [[], ["Layer", "Embeddings"]], ids=["no names", "names"])
 def test_layers_exclude_weights_that_others_use(tied, names):
     model = Encoder(tied, names)
-    assert _find_layers(model, None) == list(model.layers)
+    assert find_layers(model, None) == list(model.layers)
 
 
 def half_frozen():
@@ -428,6 +430,29 @@ def test_modules_of_another_dtype_are_groups_of_their_own(ranks):
         for name, grad in found.items():
             # Both ranks have the same input, and gradients are summed.
             torch.testing.assert_close(torch.tensor(grad), 2 * torch.tensor(expected[name]), rtol=1e-2, atol=1e-2)
+
+
+def without_checkpointing_layers(model_type, is_sharded):
+    """Gradients of a classifier, and the number of FSDP groups."""
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(tiny_config(model_type)).eval()
+    if is_sharded:
+        shard_model(model, init_parallel_state(device_type="cpu"), data_parallel_mode="fsdp2")
+    ids = torch.randint(3, 20, (1, 8), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.tensor([1])).loss.backward()
+    return tiny.gradients(model), sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@pytest.mark.parametrize(("model_type", "groups"), [("openai-gpt", 3), ("ctrl", 3), ("albert", 2), ("funnel", 13)])
+def test_blocks_in_module_lists_are_sharded_where_transformers_names_no_layers(ranks, model_type, groups):
+    """Albert calls its only block once for each layer."""
+    expected, _ = without_checkpointing_layers(model_type, False)
+    for found, count in ranks.run(without_checkpointing_layers, model_type, True):
+        assert count == groups
+        assert found.keys() == expected.keys()
+        for name, grad in found.items():
+            # Both ranks have the same input, and gradients are summed.
+            torch.testing.assert_close(torch.tensor(grad), 2 * torch.tensor(expected[name]), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from opslot.distributed.activations import (
     keep_fsdp_from_checkpoints,
 )
 from opslot.distributed.copy_engine import CopyReduceScatter, use_copies
+from opslot.distributed.fsdp_layers import find_layers
 from opslot.distributed.kept_parameters import keep_in_float32, policy_of
 from opslot.distributed.mixed_precision import (
     can_copy_parameters,
@@ -132,7 +133,7 @@ def shard_model(
     checkpoint_activations(model, activation_checkpointing, activation_offload, dtype)
     if compile:
         # Before FSDP, whose hooks stay outside of the graphs.
-        for layer in _find_layers(model, layers):
+        for layer in find_layers(model, layers):
             layer.compile(mode=compile_mode)
     experts = plan.apply(model, state) if plan is not None else []
     if is_sharded:
@@ -143,7 +144,7 @@ def shard_model(
             else OffloadPolicy(),
         }
         inside = {part for module in with_root for part in module.modules()}
-        blocks = [layer for layer in _find_layers(model, layers) if layer not in inside]
+        blocks = [layer for layer in find_layers(model, layers) if layer not in inside]
         expert_modules = experts if state.ep > 1 else []
         whole_experts: list[str] = []
         if not cpu_offload and _can_keep_experts(model, expert_modules, state, param_dtype):
@@ -348,48 +349,6 @@ class _Reductions:
             self._summed = not reduced
             for reduction in self._reductions:
                 reduction.sent_dtype = None
-
-
-def _find_layers(model: nn.Module, names: Collection[str] | None) -> list[nn.Module]:
-    """The modules of the given classes, in the model's order, without those whose weights others use too.
-
-    By default the classes that the model's `_no_split_modules` names, or its layers that Transformers can checkpoint.
-    """
-    if names is None:
-        names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-        names = names or {type(module).__name__ for module in model.modules() if _is_checkpointing_layer(module)}
-    found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    # Models with images call the embeddings of their language model.
-    owners.update(id(p) for embeddings in _input_embeddings(model) for p in embeddings.parameters())
-    found = [module for module in found if not _is_shared(module, owners)]
-    if not found:
-        raise ConfigError(
-            f"{type(model).__name__} has no layers to shard one by one",
-            found=f"no module of a class named {', '.join(sorted(names)) or '(its _no_split_modules is empty)'}",
-            hint="pass layers=[...] with the class names of its blocks",
-        )
-    return found
-
-
-def _is_checkpointing_layer(module: nn.Module) -> bool:
-    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
-
-
-def _input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        get: Any = getattr(module, "get_input_embeddings", None)
-        # Towers may have none.
-        with contextlib.suppress(AttributeError, NotImplementedError):
-            found = get and get()
-            if isinstance(found, nn.Module):
-                yield found
-
-
-def _is_shared(module: nn.Module, owners: Counter[int]) -> bool:
-    """Whether a parameter of a module has more `owners` than those in it, as embeddings that are tied to a head."""
-    own = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    return any(owners[parameter] > count for parameter, count in own.items())
 
 
 def _shard(

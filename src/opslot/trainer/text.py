@@ -21,7 +21,9 @@ from opslot.data.collation import count_targets
 from opslot.data.encoder import SampleError
 from opslot.data.loader import SampleLoader, TokenLoader
 from opslot.distributed import sum_over_ranks
+from opslot.distributed.sequence import has_features
 from opslot.models import build_foundation_model, load_config
+from opslot.models._multimodal.text_only import missing_media_error, with_required_type_ids
 from opslot.models._own_loss import why_not_causal
 from opslot.models._sequence.packing import packing_problem
 from opslot.models.flop_modules import TOKENS
@@ -81,6 +83,12 @@ class TextTrainer(BaseTrainer):
         if isinstance(self.batches, TokenLoader):
             return next(batches)
         return super().next_micro_batches(batches)
+
+    def forward(self, batch: dict[str, Any], num_items_in_batch: int) -> Any:
+        if has_features(batch):
+            return super().forward(batch, num_items_in_batch)
+        with missing_media_error(self.model):
+            return super().forward(with_required_type_ids(self.model, batch), num_items_in_batch)
 
     def count_tokens(self, micro_batches: list[dict[str, Any]]) -> float:
         if isinstance(self.batches, TokenLoader):
