@@ -23,7 +23,7 @@ from opslot.data.loader import SampleLoader, TokenLoader
 from opslot.distributed import sum_over_ranks
 from opslot.distributed.sequence import has_features
 from opslot.models import build_foundation_model, load_config
-from opslot.models._multimodal.text_only import missing_media_error, with_required_type_ids
+from opslot.models._multimodal.text_only import missing_media_error, required_type_ids
 from opslot.models._own_loss import why_not_causal
 from opslot.models._sequence.packing import packing_problem
 from opslot.models.flop_modules import TOKENS
@@ -87,8 +87,13 @@ class TextTrainer(BaseTrainer):
     def forward(self, batch: dict[str, Any], num_items_in_batch: int) -> Any:
         if has_features(batch):
             return super().forward(batch, num_items_in_batch)
+        zeros = {name: torch.zeros_like(batch["input_ids"]) for name in self._type_ids if batch.get(name) is None}
         with missing_media_error(self.model):
-            return super().forward(with_required_type_ids(self.model, batch), num_items_in_batch)
+            return super().forward({**batch, **zeros}, num_items_in_batch)
+
+    @functools.cached_property
+    def _type_ids(self) -> list[str]:
+        return required_type_ids(self.model)
 
     def count_tokens(self, micro_batches: list[dict[str, Any]]) -> float:
         if isinstance(self.batches, TokenLoader):

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
 from opslot._base.source import forward_source, method_parameters
 from opslot.models._multimodal.conditional import transformers_model
+from opslot.models._multimodal.modalities import media_parameters
 from opslot.slots.binding import class_name
 
 # Of each token, its modality: 0 is text.
 _TYPE_IDS = ("token_type_ids", "mm_token_type_ids")
 
 
-def with_required_type_ids(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch of texts with the type ids, all zero, without which a model such as Molmo2 raises while it trains."""
-    inputs = dict(batch)
-    for name in _required_type_ids(transformers_model(model)):
-        if inputs.get(name) is None:
-            inputs[name] = torch.zeros_like(inputs["input_ids"])
-    return inputs
+def required_type_ids(model: nn.Module) -> list[str]:
+    """The type ids without which a model such as Molmo2 raises while it trains; those of texts are zero."""
+    model = transformers_model(model)
+    taken = [name for name in _TYPE_IDS if name in method_parameters(type(model))]
+    models = (module for module in (model.modules() if taken else ()) if hasattr(module, "base_model_prefix"))
+    classes: set[Any] = {type(module) for module in models}
+    return [name for name in taken if any(_raises_without(cls, name) for cls in classes)]
 
 
 @contextlib.contextmanager
@@ -36,7 +35,7 @@ def missing_media_error(model: nn.Module) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         whole = transformers_model(model)
-        if not _is_about_inputs(whole, error):
+        if not media_parameters(whole) or not _is_about_inputs(whole, error):
             raise
         raise ConfigError(
             f"{class_name(whole)} cannot train on texts without images, videos or audio",
@@ -45,14 +44,6 @@ def missing_media_error(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _required_type_ids(model: nn.Module) -> list[str]:
-    taken = [name for name in _TYPE_IDS if name in method_parameters(type(model))]
-    models = (module for module in (model.modules() if taken else ()) if hasattr(module, "base_model_prefix"))
-    classes: set[Any] = {type(module) for module in models}
-    return [name for name in taken if any(_raises_without(cls, name) for cls in classes)]
-
-
-@functools.cache
 def _raises_without(cls: Any, name: str) -> bool:
     """Whether a forward has `if ... name is None: raise`."""
     source = forward_source(cls)
