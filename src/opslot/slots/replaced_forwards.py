@@ -7,11 +7,12 @@ MLP, and Accelerate sets one that calls the original under autocast. Only a call
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from opslot._base.logging import get_logger
-from opslot.slots.protocol import bound_kernel, replaced_forward, set_kernel, walk_slots
+from opslot.slots.protocol import ModuleSlot, bound_kernel, replaced_forward, set_kernel, walk_slots
 from opslot.slots.registry import KERNEL_REGISTRY
 from opslot.slots.replaced_methods import replaced_on_generated
 from opslot.slots.slot import BoundKernel
@@ -52,21 +53,17 @@ def replaced_since_binding(model: Any) -> dict[str, str]:
     }
 
 
-class _Watched(NamedTuple):
-    """A named kernel in a slot whose module's forward was replaced, while a call of the model runs."""
-
-    module: Any
-    path: str
-    slot: str
-    kernel: BoundKernel
-    watching: _Watching
-
-
 class _Watching(BoundKernel):
-    """A kernel that notes whether it was called."""
+    """A named kernel in a slot whose module's forward was replaced, which notes whether a call of the model calls it.
 
-    def __init__(self, kernel: BoundKernel) -> None:
+    Attributes:
+        at: the slot.
+        watched: the kernel that is in the slot at other times.
+    """
+
+    def __init__(self, at: ModuleSlot, kernel: BoundKernel) -> None:
         super().__init__(kernel.op_name, kernel.variant, kernel.name, kernel.explicit, kernel.kernel, kernel.path)
+        self.at, self.watched = at, kernel
         self.called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,53 +84,43 @@ def watch_named_kernels(model: Any, arguments: Mapping[str, Any]) -> bool:
     Returns:
         Whether no later call has to be watched.
     """
-    found, waits = [], False
-    for module, path, slot, kernel in _named_in_replaced(model):
+    found = []
+    for at in walk_slots(model):
+        kernel = bound_kernel(at.module, at.name)
+        if _replacement(at.module) is None or type(kernel) is not BoundKernel or not kernel.explicit:
+            continue
         is_called = KERNEL_REGISTRY.op(kernel.op_name).is_called
         if is_called is not None and not is_called(arguments):
-            waits = True
-            continue
-        found.append(_Watched(module, path, slot, kernel, _Watching(kernel)))
-    if waits or not found:
-        return not waits
-    for watched in found:
-        set_kernel(watched.module, watched.slot, watched.watching)
+            return False
+        found.append(_Watching(at, kernel))
+    if not found:
+        return True
+    for kernel in found:
+        set_kernel(kernel.at.module, kernel.at.name, kernel)
 
     def report(model: Any, args: Any, output: Any) -> None:
         hook.remove()
-        for watched in found:
-            set_kernel(watched.module, watched.slot, watched.kernel)
+        for kernel in found:
+            set_kernel(kernel.at.module, kernel.at.name, kernel.watched)
         # A call that failed has no output.
         if output is not None:
             # A kernel that computes two ops runs instead of that of one, in another slot of the same op.
-            called = {(watched.path, watched.kernel.op_name) for watched in found if watched.watching.called}
-            _log([watched for watched in found if (watched.path, watched.kernel.op_name) not in called])
+            called = {(kernel.at.path, kernel.op_name) for kernel in found if kernel.called}
+            _log([kernel for kernel in found if (kernel.at.path, kernel.op_name) not in called])
 
     hook = model.register_forward_hook(report, always_call=True)
     return True
 
 
-def _named_in_replaced(model: Any) -> Iterator[tuple[Any, str, str, BoundKernel]]:
-    for path, module, slot, _, _ in walk_slots(model):
-        if _replacement(module) is not None:
-            kernel = bound_kernel(module, slot)
-            if type(kernel) is BoundKernel and kernel.explicit:
-                yield module, path, slot, kernel
-
-
-def _log(unused: list[_Watched]) -> None:
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
-    for module, path, _, kernel, _ in unused:
-        key = (kernel.op_name, kernel.name, type(module).__name__, replaced_by(module))
-        groups.setdefault(key, []).append(path)
-    for (op_name, name, owner, by), paths in groups.items():
-        count = f" x{len(paths)}" if len(paths) > 1 else ""
+def _log(unused: list[_Watching]) -> None:
+    groups = Counter((x.name, x.op_name, type(x.at.module).__name__, replaced_by(x.at.module)) for x in unused)
+    for (name, op_name, owner, by), count in groups.items():
         logger.warning(
             "%s, the named kernel of %s, does not run in %s%s: %s replaced its forward after opslot bound it, and does "
             "not call the original; hint: leave out one of the two",
             name,
             op_name,
             owner,
-            count,
+            f" x{count}" if count > 1 else "",
             by,
         )
