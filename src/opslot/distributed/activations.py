@@ -141,21 +141,6 @@ def _without_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return function(*args, **kwargs)
 
 
-class _Offloaded:
-    """`checkpoint`, with what it saves in host memory until the backward pass."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._copies = _HostCopies()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(self._copies.pack, self._copies.unpack):
-            return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Offloaded, (self._function,)
-
-
 class _Copy:
     """A tensor in host memory.
 
@@ -197,19 +182,27 @@ class _Copy:
         return tensor
 
 
-class _HostCopies:
-    """Copies of the tensors that a forward pass saves, fetched in the reverse order."""
+class _Offloaded:
+    """`checkpoint`, with what it saves in host memory until the backward pass, which reads it in the reverse order."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         self._last: _Copy | None = None
 
-    def pack(self, tensor: Tensor) -> Tensor | _Copy:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Offloaded, (self._function,)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Copy:
         if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point() or tensor.numel() < _SMALLEST:
             return tensor
         self._last = _Copy(tensor, self._last)
         return self._last
 
-    def unpack(self, saved: Tensor | _Copy) -> Tensor:
+    def _unpack(self, saved: Tensor | _Copy) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         tensor, before = saved.take(), saved.before

@@ -71,11 +71,11 @@ class GradientBuckets:
                 hint="checkpoint activations with use_reentrant=False, or set data_parallel_mode to fsdp2",
             )
         bucket.arrived.add(leaf)
-        if len(bucket.arrived) < len(bucket.leaves):
+        if not bucket.is_complete():
             return
         bucket.add()
         if reduce and self._overlap:
-            while self._started < len(self._buckets) and self._is_complete(self._buckets[self._started]):
+            while self._started < len(self._buckets) and self._buckets[self._started].is_complete():
                 self._start_next()
 
     def finish(self, reduce: bool) -> None:
@@ -89,9 +89,6 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.assign()
         self.begin()
-
-    def _is_complete(self, bucket: _Bucket) -> bool:
-        return len(bucket.arrived) == len(bucket.leaves)
 
     def _start_next(self) -> None:
         self._buckets[self._started].start()
@@ -120,6 +117,9 @@ class _Bucket:
         # Those of a gradient: the leaf's where they leave no gaps.
         self._strides.append(torch.empty_like(leaf, device="meta").stride())
         self._has_gradient.append(False)
+
+    def is_complete(self) -> bool:
+        return len(self.arrived) == len(self.leaves)
 
     def is_full(self) -> bool:
         return sum(self._sizes) * self._dtype.itemsize >= _BUCKET_BYTES
