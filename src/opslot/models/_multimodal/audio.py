@@ -48,12 +48,12 @@ class AudioInputs:
         if smallest is None:
             return None
         parameter = next(self._holder.parameters())
-        found = {}
-        for name, value in smallest.items():
-            whole = value.expand(count, *value.shape[1:])
-            dtype = parameter.dtype if value.is_floating_point() else value.dtype
-            found[name] = torch.ones(whole.shape, dtype=dtype) if value.is_floating_point() else whole.clone()
-        return {name: value.to(parameter.device) for name, value in found.items()}
+        return {
+            name: value.to(parameter.device, parameter.dtype if value.is_floating_point() else value.dtype).repeat(
+                count, *[1] * (value.dim() - 1)
+            )
+            for name, value in smallest.items()
+        }
 
     def _smallest(self) -> Inputs | None:
         name = next((name for name in self._parameters if name in FEATURES), None)

@@ -245,10 +245,8 @@ class _Reader:
         outer = (len(sizes), frames) if nested else (len(sizes),)
         found = {self.pixels: self._ones(*outer, self._channels(), *side)}
         found |= {name: self._ones(*outer).bool() for name in masks if name in self.parameters}
-        for name, config in self._other_images().items():
-            other = self._image_size(config)
-            if other is not None:
-                found[name] = self._ones(*outer, self._channels(), *other)
+        for name, other in self._other_sides():
+            found[name] = self._ones(*outer, self._channels(), *other)
         return found
 
     def _smallest_side(self) -> tuple[int, int] | None:
@@ -263,15 +261,14 @@ class _Reader:
         yield from (_pair(size) for size in own if isinstance(size, int | list | tuple))
         yield from ((side, side) for side in _TRIED)
 
-    def _other_images(self) -> dict[str, Any]:
-        """Required parameters with the same images in another size, such as `high_res_pixel_values`, with configs."""
-        required = {name for name, p in self.parameters.items() if p.default is p.empty}
-        others = [name for name in required if name.endswith(f"_{self.pixels}")]
-        prefixes = {name: name.removesuffix(self.pixels) for name in others}
-        configs = {
-            name: getattr(self.holder.config, f"{prefix}vision_config", None) for name, prefix in prefixes.items()
-        }
-        return {name: config for name, config in configs.items() if config is not None}
+    def _other_sides(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Required parameters with the same images in another size, such as `high_res_pixel_values`, and that size."""
+        for name, p in self.parameters.items():
+            if p.default is p.empty and name.endswith(f"_{self.pixels}"):
+                config = getattr(self.holder.config, f"{name.removesuffix(self.pixels)}vision_config", None)
+                side = None if config is None else self._image_size(config)
+                if side is not None:
+                    yield name, side
 
     def _takes_outer_dim(self) -> bool:
         """Whether the first dim is of samples or videos, and the second of their images or frames."""
