@@ -145,13 +145,13 @@ def shard_model(
         }
         inside = {part for module in with_root for part in module.modules()}
         blocks = [layer for layer in find_layers(model, layers) if layer not in inside]
-        expert_modules = experts if state.ep > 1 else []
-        whole_experts: list[str] = []
-        if not cpu_offload and _can_keep_experts(model, expert_modules, state, param_dtype):
+        expert_modules = [model.get_submodule(path) for path in experts] if state.ep > 1 else []
+        whole_experts: list[nn.Module] = []
+        if not cpu_offload and _can_keep_experts(expert_modules, state, param_dtype):
             expert_modules, whole_experts = [], expert_modules
         if reshard_after_forward is None:
             reshard_after_forward = not _keeps_gathered(model, param_dtype, state.device)
-        options["ignored_params"] = _whole_weights(model) | set(_own_parameters(model, whole_experts)) or None
+        options["ignored_params"] = _whole_weights(model) | set(_own_parameters(whole_experts)) or None
         groups = _shard(model, state, blocks, expert_modules, head, reshard_after_forward, options)
         if activation_checkpointing == "selective":
             keep_fsdp_from_checkpoints(model)
@@ -159,7 +159,7 @@ def shard_model(
         reductions = use_copies(_shard_groups(model, state, expert_modules), state.device, copy_engine)
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
         if whole_experts and param_dtype is not None:
-            compute_with_copies(model, param_dtype, [model.get_submodule(path) for path in whole_experts])
+            compute_with_copies(model, param_dtype, whole_experts)
     elif state.world_size > 1:
         # Ranks of a sequence exchange heads in the backward pass, where gradients may be ready in different orders.
         replicate(model, param_dtype, reduce_dtype, overlap=state.sp == 1)
@@ -230,20 +230,17 @@ def needs_fsdp(
     return param_dtype is not None and not can_copy_parameters(model.parameters(), param_dtype, state.device)
 
 
-def _can_keep_experts(
-    model: nn.Module, experts: list[str], state: ParallelState, param_dtype: torch.dtype | None
-) -> bool:
+def _can_keep_experts(experts: list[nn.Module], state: ParallelState, param_dtype: torch.dtype | None) -> bool:
     """Whether a rank's experts need no FSDP, which would only copy parameters and gradients: no other rank has a shard
     or a copy of them, and their copies in `param_dtype` take little of the GPU's memory.
     """
     if state.ep_fsdp * state.dp_replicate > 1:
         return False
-    return param_dtype is None or can_copy_parameters(_own_parameters(model, experts), param_dtype, state.device)
+    return param_dtype is None or can_copy_parameters(_own_parameters(experts), param_dtype, state.device)
 
 
-def _own_parameters(model: nn.Module, paths: list[str]) -> Iterator[nn.Parameter]:
-    for path in paths:
-        yield from model.get_submodule(path).parameters(recurse=False)
+def _own_parameters(modules: list[nn.Module]) -> Iterator[nn.Parameter]:
+    return (parameter for module in modules for parameter in module.parameters(recurse=False))
 
 
 def _is_small(model: nn.Module, device: torch.device) -> bool:
@@ -355,7 +352,7 @@ def _shard(
     model: nn.Module,
     state: ParallelState,
     layers: list[nn.Module],
-    experts: list[str],
+    experts: list[nn.Module],
     head: nn.Module | None,
     reshard_after_forward: bool,
     options: dict[str, Any],
@@ -368,9 +365,8 @@ def _shard(
         more = {"mesh": state.fsdp_mesh, **options, **more}
         fully_shard(module, mp_policy=policy_of(module, policy, kept), **more)
 
-    owners = [model.get_submodule(path) for path in experts]
-    for path, owner in zip(experts, owners, strict=True):
-        _check_expert_shapes(path, owner, state)
+    _check_expert_shapes(model, experts, state)
+    for owner in experts:
         shard(
             owner,
             mesh=state.expert_fsdp_mesh,
@@ -389,12 +385,12 @@ def _shard(
     keep_in_float32(model, kept)
     for module in model.modules():
         # In a group of one rank, a divisor would only cost a copy.
-        if isinstance(module, FSDPModule) and not (module in owners and state.ep_fsdp * state.dp_replicate == 1):
+        if isinstance(module, FSDPModule) and not (module in experts and state.ep_fsdp * state.dp_replicate == 1):
             module.set_gradient_divide_factor(1.0)
             # A divisor would select PREMUL_SUM, which only NCCL has.
             module.set_force_sum_reduction_for_comms(True)
-    inside = {id(module): layer for layer in layers for module in layer.modules() if module in owners}
-    groups = [[layer, *(owner for owner in owners if inside.get(id(owner)) is layer)] for layer in layers]
+    inside = {id(module): layer for layer in layers for module in layer.modules() if module in experts}
+    groups = [[layer, *(owner for owner in experts if inside.get(id(owner)) is layer)] for layer in layers]
     return groups if head is None else [*groups, [head]]
 
 
@@ -416,24 +412,26 @@ def _of_another_dtype(layer: nn.Module, ignored: Collection[nn.Parameter]) -> li
     return [module for module, dtypes in found.items() if len(dtypes) == 1 and dtypes != {most}]
 
 
-def _shard_groups(model: nn.Module, state: ParallelState, experts: list[str]) -> list[tuple[FSDPModule, ProcessGroup]]:
+def _shard_groups(
+    model: nn.Module, state: ParallelState, experts: list[nn.Module]
+) -> list[tuple[FSDPModule, ProcessGroup]]:
     """FSDP's modules, and the ranks that shard each."""
-    owners = [model.get_submodule(path) for path in experts]
     found: list[tuple[FSDPModule, ProcessGroup]] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            mesh = state.expert_fsdp_mesh if module in owners else state.fsdp_mesh
+            mesh = state.expert_fsdp_mesh if module in experts else state.fsdp_mesh
             assert mesh is not None, "FSDP shards over meshes"
             # The dp_replicate axis, if there is one, comes first.
             found.append((module, mesh.get_group(mesh.ndim - 1)))
     return found
 
 
-def _check_expert_shapes(path: str, owner: nn.Module, state: ParallelState) -> None:
-    for name, parameter in owner.named_parameters():
-        if parameter.dim() < 2 or parameter.shape[1] % state.ep_fsdp:
+def _check_expert_shapes(model: nn.Module, experts: list[nn.Module], state: ParallelState) -> None:
+    held = {parameter for module in experts for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter in held and (parameter.dim() < 2 or parameter.shape[1] % state.ep_fsdp):
             raise ConfigError(
-                f"{path}.{name} of shape {tuple(parameter.shape)} cannot be sharded on dim 1 over "
+                f"{name} of shape {tuple(parameter.shape)} cannot be sharded on dim 1 over "
                 f"the {state.ep_fsdp} ranks that ep={state.ep} leaves",
                 hint="choose an ep size that leaves a divisor of that dim",
             )
