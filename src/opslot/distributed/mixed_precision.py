@@ -269,9 +269,6 @@ class _Copies:
             return False
         return _is_cast(parameter, self._dtype)
 
-    def _is_reduced_over_ranks(self, parameter: nn.Parameter) -> bool:
-        return self._reduction is not None and parameter.requires_grad
-
     def _find(self) -> None:
         """Find the parameters again if modules hold others than before, on another device, or trained or not."""
         if self._is_found and self._is_current():
@@ -288,7 +285,8 @@ class _Copies:
             for name, parameter in held.items():
                 if parameter is None:
                     continue
-                if not self._is_cast(parameter) and not self._is_reduced_over_ranks(parameter):
+                is_reduced = self._reduction is not None and parameter.requires_grad
+                if not is_reduced and not self._is_cast(parameter):
                     self._without_copy.append(parameter)
                     continue
                 if parameter not in self._copies:

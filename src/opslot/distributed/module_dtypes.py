@@ -34,7 +34,7 @@ def compute_in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     projections = {module for module in _outside_of_layers(model) if isinstance(module, _PROJECTIONS)}
     for module in model.modules():
         if module in projections or isinstance(module, _NORMS):
-            module.register_forward_pre_hook(_InputCast(dtype))
+            module.register_forward_pre_hook(InputCast(dtype))
         is_plain = type(module).forward is _BatchNorm.forward and "forward" not in module.__dict__
         if is_plain and module.running_mean is not None:
             module.forward = partial(_batch_norm, module)
@@ -72,8 +72,8 @@ def _outside_of_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outside_of_layers(child)
 
 
-class _InputCast:
-    """Forward pre-hook. Weights are in another dtype where they are quantized."""
+class InputCast:
+    """Forward pre-hook that gives a module with weights in `dtype`, not quantized ones, its first input in it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -109,11 +109,6 @@ class _MatmulCast(TorchFunctionMode):
             if len(found) > 1:
                 args = tuple(x.to(self.dtype) if isinstance(x, Tensor) else x for x in args)
         return func(*args, **(kwargs or {}))
-
-
-def is_input_cast(hook: Any) -> bool:
-    """Whether a forward pre-hook is of `compute_in_dtype`. It does nothing to inputs in the weight's dtype."""
-    return isinstance(hook, _InputCast)
 
 
 def _batch_norm(norm: Any, x: Tensor) -> Tensor:

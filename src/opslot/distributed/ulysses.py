@@ -108,14 +108,11 @@ def sp_pad_and_slice(
     group = group or get_parallel_state().sp_group
     if group is None:
         return x
-    return slice_input_tensor(_pad(x, dim, pad_value, pad_scale * group.size()), dim, group)
-
-
-def _pad(x: Tensor, dim: int, value: float, multiple: int) -> Tensor:
     dim = _dim(x, dim)
-    missing = -x.shape[dim] % multiple
-    after = x.dim() - 1 - dim
-    return F.pad(x, (0, 0) * after + (0, missing), value=value) if missing else x
+    missing = -x.shape[dim] % (pad_scale * group.size())
+    if missing:
+        x = F.pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, missing), value=pad_value)
+    return slice_input_tensor(x, dim, group)
 
 
 def unpad_tensor(x: Tensor, dim: int, size: int) -> Tensor:

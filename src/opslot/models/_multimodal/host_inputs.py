@@ -178,7 +178,7 @@ class _HostInputs(TorchFunctionMode):
         if function is Tensor.__getitem__ and not _on_host(args[0]):
             rows = _rows_of_index(args[0], args[1])
             if rows is not None:
-                return function(args[0], _mapped(_nonzero(rows), args[0].device)).flatten()
+                return function(args[0], _mapped(rows.nonzero(as_tuple=True), args[0].device)).flatten()
         if function in (Tensor.__getitem__, Tensor.__setitem__) and not _on_host(args[0]):
             args = (args[0], _integer_index(args[1]), *args[2:])
         device = next((t.device for t in _tensors((args, kwargs)) if t.device.type != "cpu"), None)
@@ -211,10 +211,6 @@ def _rows_of(mask: Tensor) -> Tensor | None:
     return mask[..., 0] if mask.ndim > 1 and mask.stride(-1) == 0 else None
 
 
-def _nonzero(mask: Tensor) -> tuple[Tensor, ...]:
-    return mask.nonzero(as_tuple=True)
-
-
 def _rows_of_index(tensor: Tensor, index: Any) -> Tensor | None:
     """`_rows_of` a mask of the host that selects single elements of `tensor`; None for another index."""
     selects_elements = _on_host(index) and index.dtype == torch.bool and index.ndim == tensor.ndim
@@ -224,9 +220,9 @@ def _rows_of_index(tensor: Tensor, index: Any) -> Tensor | None:
 def _integer_index(index: Any) -> Any:
     """`index` with the boolean masks of the host as integers, which need no synchronization."""
     if _on_host(index) and index.dtype == torch.bool:
-        return _nonzero(index)
+        return index.nonzero(as_tuple=True)
     if isinstance(index, tuple) and index and _on_host(index[0]) and index[0].dtype == torch.bool:
-        return (*_nonzero(index[0]), *index[1:])
+        return (*index[0].nonzero(as_tuple=True), *index[1:])
     return index
 
 
@@ -234,7 +230,7 @@ def _masked_scatter(tensor: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """`tensor.masked_scatter(mask, source)`, whose gradient needs no synchronization either."""
     mask = mask.expand_as(tensor)
     rows = _rows_of(mask)
-    index = _nonzero(mask if rows is None else rows)
+    index = (mask if rows is None else rows).nonzero(as_tuple=True)
     values = source.reshape(-1, *tensor.shape[len(index) :])[: index[0].numel()]
     index = tuple(_to_device(i, tensor.device) for i in index)
     return tensor.index_put(index, values.to(tensor.dtype))

@@ -96,15 +96,7 @@ def _returning_input(cls: type) -> Callable[..., Any]:
     is_tuple = any(
         isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id == "outputs") for value in returned
     )
-    return _input_in_tuple if is_tuple else _input
-
-
-def _input(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden_states
-
-
-def _input_in_tuple(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
-    return (hidden_states,)
+    return lambda hidden_states, *args, **kwargs: (hidden_states,) if is_tuple else hidden_states
 
 
 def _stop(*_: Any) -> None:

@@ -98,7 +98,8 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
         why = why or "it has no attention that opslot can select"
     if computes_features_inside(model):
         why = why or "it places features of images or audio in sequences inside its language model"
-    if any(map(_largest_position_matters, _inside_attention_to_earlier_tokens(model))):
+    to_earlier_tokens = (module for module in model.modules() if takes_earlier_tokens(module))
+    if any(_largest_position_matters(part) for module in to_earlier_tokens for part in module.modules()):
         why = why or "frequencies of keys depend on the largest position, which a rank does not have"
     if keeps_labels_in_place(model):
         why = why or f"the labels of shards are shifted, and its loss ({model.loss_type}) compares them in place"
@@ -329,10 +330,6 @@ def _largest_position_matters(module: Any) -> bool:
     types = getattr(module, "rope_type", None)
     names = types.values() if isinstance(types, dict) else (types,)
     return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names)
-
-
-def _inside_attention_to_earlier_tokens(model: nn.Module) -> Iterator[nn.Module]:
-    return (part for module in model.modules() if takes_earlier_tokens(module) for part in module.modules())
 
 
 def _gather_positions(

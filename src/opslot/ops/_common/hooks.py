@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn.modules import module as base
 
-from opslot.distributed.module_dtypes import is_input_cast
+from opslot.distributed.module_dtypes import InputCast
 
 
 def has_own_hooks(module: Any) -> bool:
@@ -17,7 +17,7 @@ def has_own_hooks(module: Any) -> bool:
     """
     if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return any(not is_input_cast(hook) for hook in module._forward_pre_hooks.values())
+    return any(not isinstance(hook, InputCast) for hook in module._forward_pre_hooks.values())
 
 
 def has_hooks(module: Any) -> bool:
