@@ -21,6 +21,7 @@ from opslot.patchgen.upstream import UpstreamModule
 from opslot.slots.protocol import (
     ATTENTION_OPTIONS,
     BY_DOCUMENT,
+    DERIVED_FROM,
     KEEPS_SEQUENCES,
     ON_GLOBAL_SEQUENCES,
     SKIPPED,
@@ -31,7 +32,6 @@ from opslot.slots.protocol import (
     derived_from,
     is_generated_for,
     original_of,
-    set_derived_from,
     slot_attribute,
 )
 from opslot.slots.replaced_methods import reads_documents, replaced_methods
@@ -166,7 +166,7 @@ def _with_slots(cls: type, replaced: Replaced) -> type | None:
 
 def _derive(made: type, cls: type) -> None:
     """Note what `made` derives from, and which of its slots are read."""
-    set_derived_from(made, cls)
+    setattr(made, DERIVED_FROM, cls)
     declared = {name: spec for base in reversed(made.__mro__) for name, spec in vars(base).get(SLOTS, {}).items()}
     if declared:
         kept = {name: spec for name, spec in declared.items() if _hider(made, name) is None}

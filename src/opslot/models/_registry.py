@@ -18,7 +18,7 @@ from opslot.patchgen import PatchConfig, materialize, register_patch
 from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError
 from opslot.patchgen.names import architecture_in, is_elsewhere, modeling_module
 from opslot.patchgen.source import installed_release
-from opslot.slots.protocol import SubModel, lost_slots, sub_model
+from opslot.slots.protocol import LOST_SLOTS, SubModel, sub_model
 
 logger = get_logger(__name__)
 
@@ -112,7 +112,7 @@ class Architecture:
 @cache
 def _generated(name: str) -> ModuleType:
     module = importlib.import_module(name)
-    if lost := lost_slots(module):
+    if lost := getattr(module, LOST_SLOTS, ""):
         logger.warning("%s", lost)
     return module
 

@@ -67,7 +67,7 @@ _UPSTREAM = PREFIX + "upstream"
 _CLASSES = PREFIX + "classes"
 ADOPT = PREFIX + "adopt"
 SUB_MODEL = PREFIX + "sub_model"
-_DERIVED_FROM = PREFIX + "derived_from"
+DERIVED_FROM = PREFIX + "derived_from"
 
 
 class Skipped(NamedTuple):
@@ -196,11 +196,6 @@ def most_padding(found: Collection[str | None]) -> str | None:
     return next((where for where in (ALL_PADDING, FIRST_PADDING) if where in found), None)
 
 
-def lost_slots(module: Any) -> str:
-    """Which expected slots a generated module lost in this release of Transformers; "" if none."""
-    return getattr(module, LOST_SLOTS, "")
-
-
 def original_of(cls: type) -> type | None:
     """The class of Transformers that a generated class stands for; None for another class, or without instances of
     it that `opslot.apply` moved."""
@@ -229,11 +224,7 @@ def is_generated_for(generated: Any, cls: type, digest: str) -> bool:
 
 def derived_from(cls: type) -> Any:
     """The user's class that `cls` was made from, to have slots; None for other classes."""
-    return getattr(cls, _DERIVED_FROM, None)
-
-
-def set_derived_from(cls: type, original: type) -> None:
-    setattr(cls, _DERIVED_FROM, original)
+    return getattr(cls, DERIVED_FROM, None)
 
 
 def sub_model(cls: type) -> SubModel | None:

@@ -98,9 +98,6 @@ class BoundKernel:
     def __repr__(self) -> str:
         return f"<{self.op_name}/{self.variant}: {self.name}>"
 
-    def __copy__(self) -> BoundKernel:
-        return self
-
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundKernel:
         return self
 
