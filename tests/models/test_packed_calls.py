@@ -9,7 +9,7 @@ from transformers.models.auto import modeling_auto
 
 import opslot
 from opslot._base.errors import ConfigError, KernelError
-from opslot.ops._common.documents import restart
+from opslot.ops._common.documents import positions_restart
 from opslot.verify.random_model import random_model
 from opslot.verify.tiny import tiny_config
 
@@ -180,8 +180,8 @@ def test_positions_of_a_device_are_not_read():
 )
 def test_restarting_positions(given, restarts):
     rising = torch.arange(len(given))
-    assert restart(torch.tensor([given])) is restarts
-    assert restart(torch.stack([rising, torch.tensor(given)])) is restarts
+    assert positions_restart(None, {"position_ids": torch.tensor([given])}, "") is restarts
+    assert positions_restart(None, {"position_ids": torch.stack([rising, torch.tensor(given)])}, "") is restarts
 
 
 def test_encoder_decoder_models_raise():

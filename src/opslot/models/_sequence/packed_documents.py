@@ -10,21 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
-from opslot._base.host_values import host_values
 from opslot._base.source import method_parameters, takes_text_axis
 from opslot.models._hooks import add_pre_hook
 from opslot.models._multimodal.modalities import decoder_of
 from opslot.ops._common.by_document import add_documents
 from opslot.ops._common.documents import (
-    assert_no_restart,
     given_arguments,
     has_cache,
     has_position_axes,
     innermost_models,
     masks_drop_positions,
     positions_in_documents,
-    positions_of_documents,
-    restart,
+    positions_restart,
 )
 from opslot.ops.attention.op import skipped_attention
 from opslot.slots.binding import class_name
@@ -93,26 +90,16 @@ class _Reject:
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         packed_by = "cu_seq_lens_q" if kwargs.get("cu_seq_lens_q") is not None else None
-        if packed_by is None and self._restart(model, args, kwargs):
-            packed_by = "position_ids that restart"
+        if packed_by is None:
+            given = given_arguments(model, args, kwargs)
+            if positions_restart(model, given, self.problem, may_wait=False):
+                packed_by = "position_ids that restart"
         if packed_by is not None:
             raise KernelError(
                 f"{class_name(model)} cannot keep packed documents ({packed_by}) apart",
                 found=self.problem,
                 hint=_PADDED,
             )
-
-    def _restart(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-        given = given_arguments(model, args, kwargs)
-        positions = positions_of_documents(given)
-        if positions is None:
-            return False
-        if torch.compiler.is_compiling():
-            assert_no_restart(model, positions, self.problem)
-            return False
-        # Without a synchronization: positions that only a device has are not read.
-        positions = host_values(positions)
-        return positions.device.type == "cpu" and restart(positions)
 
 
 def _masks_of_padding(part: nn.Module) -> bool:
@@ -128,13 +115,8 @@ def _give_boundaries(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         KernelError: the attention is Transformers' own, which takes no boundaries.
     """
     given = given_arguments(model, args, kwargs)
-    positions = positions_of_documents(given)
-    if positions is None or positions.is_meta or kwargs.get("cu_seq_lens_q") is not None:
-        return None
-    if torch.compiler.is_compiling():
-        assert_no_restart(model, positions, "masks are of padding alone: pass cu_seq_lens_q and bind a kernel")
-        return None
-    if not restart(host_values(positions)):
+    reason = "masks are of padding alone: pass cu_seq_lens_q and bind a kernel"
+    if kwargs.get("cu_seq_lens_q") is not None or not positions_restart(model, given, reason):
         return None
     implementation = str(model.config._attn_implementation)
     if is_own_attention(implementation) or "flash" in implementation:
@@ -186,7 +168,7 @@ def _add_boundaries(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """`add_documents`, except in a compiled model, which asserts that there are no boundaries to add."""
     if not torch.compiler.is_compiling():
         return add_documents(model, args, kwargs)
-    positions = positions_of_documents(given_arguments(model, args, kwargs))
-    if positions is not None and kwargs.get("cu_seq_lens_q") is None:
-        assert_no_restart(model, positions, "masks are made without them: pass cu_seq_lens_q")
+    if kwargs.get("cu_seq_lens_q") is None:
+        given = given_arguments(model, args, kwargs)
+        positions_restart(model, given, "masks are made without them: pass cu_seq_lens_q")
     return None

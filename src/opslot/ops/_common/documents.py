@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opslot._base.boundaries import BOUNDARIES, offsets_of
-from opslot._base.host_values import largest_step
+from opslot._base.host_values import host_values, largest_step
 from opslot._base.source import method_parameters, takes_text_axis
 from opslot._base.tensor_cache import TensorCache
 from opslot.ops._common.arguments import reject
@@ -143,12 +143,23 @@ def positions_of_documents(given: Mapping[str, Any]) -> Tensor | None:
     return positions if isinstance(positions, Tensor) and positions.dim() == 2 and not known else None
 
 
-def restart(positions: Tensor) -> bool:
-    """Whether positions [B, S] start again within a row, as those of packed documents do; reads their values.
+def positions_restart(model: Any, given: Mapping[str, Any], reason: str, *, may_wait: bool = True) -> bool:
+    """Whether position_ids in a forward's arguments start again within a row, as those of packed documents do.
 
-    Padding on either side, whose positions are equal, is not a document, nor is one token.
+    Padding on either side, whose positions are equal, is not a document, nor is one token. A compiled model asserts
+    that they do not, as `assert_no_restart`.
+
+    Args:
+        may_wait: also read positions that only a device has, which is a synchronization.
     """
-    return bool(_restart_anywhere(positions))
+    positions = positions_of_documents(given)
+    if positions is None or positions.is_meta:
+        return False
+    if torch.compiler.is_compiling():
+        assert_no_restart(model, positions, reason)
+        return False
+    positions = host_values(positions)
+    return (may_wait or positions.device.type == "cpu") and bool(_restart_anywhere(positions))
 
 
 def _restart_anywhere(positions: Tensor) -> Tensor:
@@ -159,7 +170,7 @@ def _restart_anywhere(positions: Tensor) -> Tensor:
 
 
 def assert_no_restart(model: Any, positions: Tensor, reason: str) -> None:
-    """Let the graph of a compiled model raise a RuntimeError if positions [B, S] `restart` where it runs.
+    """Let the graph of a compiled model raise a RuntimeError if positions [B, S] restart where it runs.
 
     Reading them would split the graph. On a GPU the assertion is asynchronous.
     """

@@ -23,14 +23,13 @@ from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.documents import (
-    assert_no_restart,
     assert_separated,
     continued_at,
     given_arguments,
     has_cache,
     masks_drop_positions,
     positions_of_documents,
-    restart,
+    positions_restart,
 )
 from opslot.ops._common.model_config import head_sizes
 from opslot.ops.attention.calls import CU_SEQLENS
@@ -152,7 +151,7 @@ def _reject_documents(model: Any, args: Any, kwargs: dict[str, Any], by_position
     given = given_arguments(model, args, kwargs)
     packed_by = "cu_seq_lens_q"
     if kwargs.get("cu_seq_lens_q") is None:
-        if not (reason := masks_ignore_positions(model)) or not _restart(model, given, reason):
+        if not (reason := masks_ignore_positions(model)) or not positions_restart(model, given, reason):
             return
         packed_by = "position_ids that restart"
     if "flash" in implementation:
@@ -190,17 +189,6 @@ def _reject_unseparated_documents(model: Any, args: Any, kwargs: dict[str, Any])
     Not a partial of it: torch.compile of torch 2.11 guards its arguments under the index of another hook, and fails.
     """
     _reject_documents(model, args, kwargs, by_position=True)
-
-
-def _restart(model: Any, given: Mapping[str, Any], reason: str) -> bool:
-    """Whether positions start again within a row without a mask; a compiled model asserts that they do not."""
-    positions = positions_of_documents(given)
-    if positions is None:
-        return False
-    if torch.compiler.is_compiling():
-        assert_no_restart(model, positions, reason)
-        return False
-    return restart(positions)
 
 
 def _not_separated(model: Any, given: Mapping[str, Any]) -> int | None:
