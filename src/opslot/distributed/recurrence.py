@@ -104,14 +104,11 @@ class UlyssesDeltaRule:
         options = (output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
         if group is None:
             return self.rule(query, key, value, g, beta, initial_state, *options)
-        repeats = kv_repeats(value.shape[2], key.shape[2], group.size(), HEADS)
-        if repeats > 1:
-            query, key = query.repeat_interleave(repeats, 2), key.repeat_interleave(repeats, 2)
-        tokens = _to_heads((query, key, value), group)
+        value, query, key = _to_heads(value, (query, key), group, HEADS)
         gates = (gather_seq_scatter_heads(x, 1, 2, group) for x in (g, beta))
         if initial_state is not None:
             initial_state = slice_input_tensor(initial_state, 1, group)
-        output, state = self.rule(*tokens, *gates, initial_state, *options)
+        output, state = self.rule(query, key, value, *gates, initial_state, *options)
         output = gather_heads_scatter_seq(output, 2, 1, group)
         return output, None if state is None else gather_outputs(state, 1, group)
 
@@ -148,10 +145,7 @@ class UlyssesScan:
         options = (dt_softplus, dt_limit, return_final_states, cu_seqlens)
         if group is None:
             return self.scan(x, dt, A, B, C, D, dt_bias, initial_states, *options)
-        repeats = kv_repeats(x.shape[2], B.shape[2], group.size(), SCAN_HEADS)
-        if repeats > 1:
-            B, C = B.repeat_interleave(repeats, 2), C.repeat_interleave(repeats, 2)
-        x, B, C = _to_heads((x, B, C), group)
+        x, B, C = _to_heads(x, (B, C), group, SCAN_HEADS)
         dt = gather_seq_scatter_heads(dt, 1, 2, group)
         per_head = [None if p is None else slice_input_tensor(p, 0, group) for p in (A, D, dt_bias)]
         if initial_states is not None:
@@ -163,8 +157,15 @@ class UlyssesScan:
         return gather_heads_scatter_seq(output, 2, 1, group), gather_outputs(states, 1, group)
 
 
-def _to_heads(tensors: tuple[Tensor, ...], group: ProcessGroup) -> list[Tensor]:
-    """[B, S / sp, heads, width] each to [B, S, heads / sp, width], in one all-to-all."""
-    parts = [split_ranks(x, 2, group).flatten(3) for x in tensors]
+def _to_heads(x: Tensor, shared: tuple[Tensor, ...], group: ProcessGroup, names: tuple[str, str]) -> list[Tensor]:
+    """[B, S / sp, heads, width] each to [B, S, heads / sp, width], in one all-to-all.
+
+    Args:
+        shared: tensors with fewer heads, each for several of `x`; repeated so that each rank gets those of its heads.
+        names: of the heads of `x` and `shared`, for errors.
+    """
+    repeats = kv_repeats(x.shape[2], shared[0].shape[2], group.size(), names)
+    tensors = [x, *(y.repeat_interleave(repeats, 2) if repeats > 1 else y for y in shared)]
+    parts = [split_ranks(y, 2, group).flatten(3) for y in tensors]
     received = merge_ranks(all_to_all(torch.cat(parts, 3), group), 1).split([part.shape[3] for part in parts], 2)
-    return [x.unflatten(2, (-1, like.shape[3])) for x, like in zip(received, tensors, strict=True)]
+    return [y.unflatten(2, (-1, like.shape[3])) for y, like in zip(received, tensors, strict=True)]
