@@ -21,8 +21,7 @@ def keep_frozen_statistics(model: nn.Module) -> None:
     One without parameters is trained where the module that contains it is. Those of an image tokenizer (Emu3) are not:
     its constructor sets it to evaluation, and it gets no gradients.
     """
-    classes = {cls for cls in {type(module) for module in model.modules()} if _evaluates(cls)}
-    in_evaluation = {part for module in model.modules() if type(module) in classes for part in module.modules()}
+    in_evaluation = {part for module in model.modules() if _evaluates(type(module)) for part in module.modules()}
     for norm, holder in _norms(model):
         parameters = list(norm.parameters()) or list(holder.parameters())
         is_frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)

@@ -110,12 +110,14 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
         )
     repeats = _kv_repeats(model, state) if any(map(_is_by_heads, attention)) else {1}
     _check_recurrences(model, state)
-    _share_positions(decoder or model)
+    # Rotary embeddings whose frequencies depend on the largest position see the positions of all ranks.
+    _add_hooks(decoder or model, _largest_position_matters, _gather_positions, _shard_cos_sin)
     if overlap:
         _overlap_projections(decoder or model, repeats)
     if decoder is not None:
         shard_at_decoder(model, decoder)
-    _run_on_global_sequences(decoder or model)
+    # Modules that mix tokens, and may run on global sequences, get those of all ranks, and return this rank's.
+    _add_hooks(decoder or model, runs_on_global_sequences, _gather_tokens, _own_tokens)
     model.register_forward_pre_hook(_require_positions, with_kwargs=True)
 
 
@@ -284,12 +286,14 @@ class _OverGlobalSequences:
         return self.kernel(gate_logits, num_experts, top_k, attention_mask)
 
 
-def _run_on_global_sequences(model: nn.Module) -> None:
-    """Let modules that mix tokens, and may run on global sequences, get those of all ranks, and return this rank's."""
+def _add_hooks(
+    model: nn.Module, is_meant: Callable[[nn.Module], bool], before: Callable[..., Any], after: Callable[..., Any]
+) -> None:
+    """Register a forward pre-hook and a forward hook on each of the modules that are meant."""
     for module in model.modules():
-        if runs_on_global_sequences(module):
-            module.register_forward_pre_hook(_gather_tokens, with_kwargs=True)
-            module.register_forward_hook(_own_tokens)
+        if is_meant(module):
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(after)
 
 
 def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -315,14 +319,6 @@ def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _own_tokens(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     """Forward hook: this rank's tokens of [B, S, ...]."""
     return slice_input_tensor(output, 1)
-
-
-def _share_positions(model: nn.Module) -> None:
-    """Let rotary embeddings whose frequencies depend on the largest position see the positions of all ranks."""
-    for module in model.modules():
-        if _largest_position_matters(module):
-            module.register_forward_pre_hook(_gather_positions, with_kwargs=True)
-            module.register_forward_hook(_shard_cos_sin)
 
 
 def _largest_position_matters(module: Any) -> bool:
