@@ -13,18 +13,17 @@ from transformers import image_utils
 
 from opslot._base.errors import DataError
 from opslot._base.hub import data_folder
+from opslot.data.encoder import SampleError
 from opslot.data.multimodal import audio, media, seeking
-from opslot.data.multimodal.audio import load_audio, load_audio_track
+from opslot.data.multimodal.audio import _fast_length, load_audio, load_audio_track
 from opslot.data.multimodal.containers import missing_bytes
 from opslot.data.multimodal.media import (
     Limits,
-    MediaError,
     from_bytes,
     load_image,
     load_video,
     to_bytes,
 )
-from opslot.data.multimodal.resampling import _fast_length
 from tests.multimodal import draw
 
 
@@ -45,7 +44,7 @@ def test_values_of_gray_images_are_those_of_8_bits(scale, tmp_path):
 
 
 def test_array_of_an_image_without_pixels_raises(tmp_path):
-    with pytest.raises(MediaError, match=r"shape \[0, 4, 3\] and dtype uint8 is not an image"):
+    with pytest.raises(SampleError, match=r"shape \[0, 4, 3\] and dtype uint8 is not an image"):
         load_image({"array": np.zeros((0, 4, 3), np.uint8)}, tmp_path, Limits())
 
 
@@ -61,7 +60,7 @@ def test_array_of_an_image_without_pixels_raises(tmp_path):
     ],
 )
 def test_paths_that_are_not_files_raise(load, source, problem, tmp_path):
-    with pytest.raises(MediaError, match=problem):
+    with pytest.raises(SampleError, match=problem):
         load(source, tmp_path, Limits())
 
 
@@ -71,7 +70,7 @@ def test_paths_that_are_not_files_raise(load, source, problem, tmp_path):
 )
 def test_empty_sources_raise(load, source, tmp_path):
     (tmp_path / "a.bin").touch()
-    with pytest.raises(MediaError, match=r"(a\.bin|in the record).* is empty \(0 bytes\)"):
+    with pytest.raises(SampleError, match=r"(a\.bin|in the record).* is empty \(0 bytes\)"):
         load(source, tmp_path, Limits())
 
 
@@ -84,7 +83,7 @@ def test_file_url(tmp_path):
 
 
 def test_long_sources_are_cut_in_errors(tmp_path):
-    with pytest.raises(MediaError, match=r"give base64 text as") as caught:
+    with pytest.raises(SampleError, match=r"give base64 text as") as caught:
         load_image("iVBORw0KGgo" * 30, tmp_path, Limits())
     assert len(str(caught.value)) < 500 + len(str(tmp_path))
 
@@ -110,7 +109,7 @@ def test_base64_in_lines(form, tmp_path):
     "values", [np.full((4, 4, 3), 200.0), np.full((4, 4, 3), 4000, np.uint16), np.full((4, 4), -1.0)]
 )
 def test_pixels_out_of_range_raise(values, tmp_path):
-    with pytest.raises(MediaError, match="integers are from 0 to 255, floats from 0 to 1"):
+    with pytest.raises(SampleError, match="integers are from 0 to 255, floats from 0 to 1"):
         load_image({"array": values}, tmp_path, Limits())
 
 
@@ -145,9 +144,9 @@ def test_video_of_frames(tmp_path):
     frames = [Image.open(tmp_path / name) for name in names]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=100)
     assert load_video("a.gif", tmp_path, Limits(max_frames=4)).fps == 10.0
-    with pytest.raises(MediaError, match="has no frames"):
+    with pytest.raises(SampleError, match="has no frames"):
         load_video({"frames": []}, tmp_path, Limits())
-    with pytest.raises(MediaError, match="has no frames"):
+    with pytest.raises(SampleError, match="has no frames"):
         load_video(np.zeros((0, 8, 8, 3), dtype=np.uint8), tmp_path, Limits())
 
 
@@ -168,9 +167,9 @@ def test_audio(tmp_path):
     expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
     assert len(samples) == 16000
     np.testing.assert_allclose(samples[100:-100], expected[100:-100], atol=2e-3)
-    with pytest.raises(MediaError, match="has length zero"):
+    with pytest.raises(SampleError, match="has length zero"):
         load_audio(wav(tone[:0], 8000), tmp_path, 16000)
-    with pytest.raises(MediaError, match="has length zero"):
+    with pytest.raises(SampleError, match="has length zero"):
         load_audio([], tmp_path, 16000)
 
 
@@ -239,7 +238,7 @@ class FakeDecoders:
     ids=str,
 )
 def test_array_that_is_not_audio_raises(source, problem, tmp_path):
-    with pytest.raises(MediaError, match=problem):
+    with pytest.raises(SampleError, match=problem):
         load_audio(source, tmp_path, 16000)
 
 
@@ -254,7 +253,7 @@ def test_truncated_wav_raises(size, problem, tmp_path):
         data[40:44] = struct.pack("<I", size)
     (tmp_path / "tone.wav").write_bytes(data)
     if problem:
-        with pytest.raises(MediaError, match=problem):
+        with pytest.raises(SampleError, match=problem):
             load_audio("tone.wav", tmp_path, 16000)
     else:
         assert len(load_audio("tone.wav", tmp_path, 16000)) == 160
@@ -277,13 +276,13 @@ def test_integer_samples_are_those_of_a_file(tmp_path):
 @pytest.mark.parametrize("fps", ["a", -1, float("inf"), [2]], ids=str)
 def test_rate_of_frames_that_is_not_a_number_raises(fps, tmp_path):
     frames = np.zeros((4, 8, 8, 3), np.uint8)
-    with pytest.raises(MediaError, match="fps is not a positive number"):
+    with pytest.raises(SampleError, match="fps is not a positive number"):
         load_video({"array": frames, "fps": fps}, tmp_path, Limits())
 
 
 def test_rate_of_a_video_file_raises(tmp_path):
     draw(tmp_path / "1.gif", 1)
-    with pytest.raises(MediaError, match=r"fps is of frames and arrays, and 1.gif is a file; .* data.max_fps"):
+    with pytest.raises(SampleError, match=r"fps is of frames and arrays, and 1.gif is a file; .* data.max_fps"):
         load_video({"path": "1.gif", "fps": 1}, tmp_path, Limits())
 
 
@@ -302,7 +301,7 @@ def test_animation_that_is_cut_off_raises(tmp_path):
     frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:])
     data = (tmp_path / "a.webp").read_bytes()
     (tmp_path / "a.webp").write_bytes(data[: len(data) * 2 // 3])
-    with pytest.raises(MediaError, match=r"the video a\.webp does not decode"):
+    with pytest.raises(SampleError, match=r"the video a\.webp does not decode"):
         load_video("a.webp", tmp_path, Limits())
 
 
@@ -347,7 +346,7 @@ def test_files_that_are_cut_off_raise(header, size, tmp_path):
     data = header + bytes(7)
     (tmp_path / "a.bin").write_bytes(data)
     for load in (load_video, lambda source, folder, _: load_audio(source, folder, 16000)):
-        with pytest.raises(MediaError, match=rf"a\.bin is cut off: it has {len(data)} bytes, of at least {size} in"):
+        with pytest.raises(SampleError, match=rf"a\.bin is cut off: it has {len(data)} bytes, of at least {size} in"):
             load("a.bin", tmp_path, Limits())
 
 
@@ -385,7 +384,7 @@ def test_half_of_a_video_file_raises(name, options, tmp_path):
     data = file.read_bytes()
     assert load_video(name, tmp_path, Limits()).total == 10
     file.write_bytes(data[: len(data) // 2])
-    with pytest.raises(MediaError, match="is cut off"):
+    with pytest.raises(SampleError, match="is cut off"):
         load_video(name, tmp_path, Limits())
 
 
@@ -394,7 +393,7 @@ def test_still_image_is_not_a_video(name, tmp_path):
     """Such as an image in the column of videos, also with the name of a video."""
     Image.new("RGB", (8, 8)).save(tmp_path / name)
     file = (tmp_path / name).rename(tmp_path / "a.mp4")
-    with pytest.raises(MediaError, match=r"a\.mp4 is a still image \((PNG|JPEG|BMP)\); give it as an image"):
+    with pytest.raises(SampleError, match=r"a\.mp4 is a still image \((PNG|JPEG|BMP)\); give it as an image"):
         load_video(file.name, tmp_path, Limits())
 
 
@@ -418,7 +417,7 @@ def test_short_videos_have_two_frames(tmp_path):
 
 
 def test_pixels_that_are_not_finite_raise(tmp_path):
-    with pytest.raises(MediaError, match="not finite"):
+    with pytest.raises(SampleError, match="not finite"):
         load_image({"array": np.full((8, 8, 3), np.nan)}, tmp_path, Limits())
 
 
@@ -505,7 +504,7 @@ def test_audio_that_soundfile_does_not_know(tmp_path):
     expected = load_audio_track(str(file), tmp_path, 8_000)
     np.testing.assert_array_equal(load_audio(str(file), tmp_path, 8_000), expected)
     silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
-    with pytest.raises(MediaError, match=r"b.mp4 (does not decode|is not a 16-bit PCM WAV file)") as caught:
+    with pytest.raises(SampleError, match=r"b.mp4 (does not decode|is not a 16-bit PCM WAV file)") as caught:
         load_audio(str(silent), tmp_path, 8_000)
     # It is installed.
     assert "PyAV" not in str(caught.value)
@@ -520,7 +519,7 @@ def test_file_without_video_stream_raises(tmp_path, monkeypatch):
         frame.sample_rate = 16_000
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    with pytest.raises(MediaError, match="has no video stream"):
+    with pytest.raises(SampleError, match="has no video stream"):
         load_video("a.mp4", tmp_path, Limits())
 
 
@@ -528,7 +527,7 @@ def test_file_without_video_stream_raises(tmp_path, monkeypatch):
 def test_video_file_that_is_cut_off_raises(size, decoder, tmp_path):
     whole = write_mp4(tmp_path / "a.mp4").read_bytes()
     (tmp_path / "b.mp4").write_bytes(whole[:size])
-    with pytest.raises(MediaError, match=r"b\.mp4 is cut off"):
+    with pytest.raises(SampleError, match=r"b\.mp4 is cut off"):
         load_video("b.mp4", tmp_path, Limits())
 
 
@@ -565,7 +564,7 @@ def test_frames_have_no_audio_track(tmp_path):
 def test_image_of_the_hub_that_cannot_be_downloaded_is_not_a_bad_sample(hub, tmp_path, monkeypatch):
     hub.repositories["datasets/org/name"] = draw(tmp_path / "remote/1.png", 1).parent
     folder = data_folder("hf://datasets/org/name")
-    with pytest.raises(MediaError, match=r"2\.png cannot be read \(the data set org/name has no such file"):
+    with pytest.raises(SampleError, match=r"2\.png cannot be read \(the data set org/name has no such file"):
         load_image("2.png", folder, Limits())
     with monkeypatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

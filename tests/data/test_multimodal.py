@@ -654,7 +654,7 @@ def test_cost_of_windows_is_that_of_their_pairs():
     cost = EncoderCost(config)({"image_grid_thw": torch.tensor([[1, 64, 64]])})
     full, window = len(tower.fullatt_block_indexes), (tower.window_size // tower.patch_size) ** 2
     seen = (full * patches + (tower.depth - full) * window) / tower.depth
-    assert cost == pytest.approx(patches * EncoderCost(config).per_patch() * (1 + seen / (6 * tower.hidden_size)))
+    assert cost == pytest.approx(patches * EncoderCost(config).per_row("vision") * (1 + seen / (6 * tower.hidden_size)))
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 400), (1, 400, 8)], ids=["mels first", "frames first"])
@@ -663,18 +663,18 @@ def test_cost_of_audio_is_that_of_its_rows(shape):
     width = config.audio_config.d_model
     cost = EncoderCost(config, AudioRows(0.25, None), SimpleNamespace(model_input_names=["features", "mask"]))
     whole = cost({"features": torch.zeros(shape), "mask": torch.zeros(1, 400)})
-    assert whole == pytest.approx(400 * cost.per_frame() * (1 + 100 / (6 * width)))
+    assert whole == pytest.approx(400 * cost.per_row("audio") * (1 + 100 / (6 * width)))
     assert cost({"input_features": torch.zeros(shape)}) == 0
     windows = EncoderCost(config, AudioRows(0.25, 10))
     inputs = {"input_features": torch.zeros(shape), "feature_attention_mask": torch.arange(400)[None] < 200}
-    assert windows(inputs) == pytest.approx(200 * cost.per_frame() * (1 + 10 / (6 * width)))
+    assert windows(inputs) == pytest.approx(200 * cost.per_row("audio") * (1 + 10 / (6 * width)))
 
 
 def test_cost_of_a_waveform_is_that_of_its_placeholders():
     config = AutoConfig.for_model("qwen2_audio")
     cost = EncoderCost(config, None, SimpleNamespace(model_input_names=["input_values"]))
     inputs = {"input_values": torch.zeros(1, 16_000), "input_ids": torch.tensor([[1, *[config.audio_token_id] * 25]])}
-    assert cost(inputs) == pytest.approx(25 * 2 * cost.per_frame() * (1 + 25 / (6 * config.audio_config.d_model)))
+    assert cost(inputs) == pytest.approx(25 * 2 * cost.per_row("audio") * (1 + 25 / (6 * config.audio_config.d_model)))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class VLMTrainer(TextTrainer):
         super().set_costs()
         flops, cost = self.meter.flops, self.encoder.cost
         # Of images where the model has both: a document has the sum of its costs.
-        pairs = (flops.per_row(PATCHES), cost.per_patch()), (flops.per_row(FRAMES), cost.per_frame())
+        pairs = (flops.per_row(PATCHES), cost.per_row("vision")), (flops.per_row(FRAMES), cost.per_row("audio"))
         found = next(((counted, estimated) for counted, estimated in pairs if counted and estimated), None)
         if isinstance(self.batches, TokenLoader) and flops.per_row(TOKENS) and found is not None:
             # A frozen encoder has no backward pass.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import wave
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from opslot.data.encoder import SampleError
 from opslot.data.multimodal.media import (
-    MediaError,
     av_package,
     describe,
     is_animation,
@@ -19,7 +21,6 @@ from opslot.data.multimodal.media import (
     torchcodec_decoders,
     value_of,
 )
-from opslot.data.multimodal.resampling import resampled
 
 # How far floats of audio may be beyond 1, as after a filter.
 _LOUDEST = 4.0
@@ -33,7 +34,7 @@ def load_audio(source: Any, folder: Path, sampling_rate: int) -> np.ndarray:
     An array holds floats up to 1 or 16-bit integers, at the `sampling_rate` that its source gives.
 
     Raises:
-        MediaError: no samples, samples that are not numbers, no rate, or a file that does not decode.
+        SampleError: no samples, samples that are not numbers, no rate, or a file that does not decode.
     """
     value = value_of(source)
     if isinstance(value, np.ndarray | list):
@@ -42,13 +43,13 @@ def load_audio(source: Any, folder: Path, sampling_rate: int) -> np.ndarray:
     else:
         samples, rate = _decode_audio(read_source(source, folder), source, sampling_rate)
     if not samples.size:
-        raise MediaError(f"the audio {describe(source)} has length zero")
+        raise SampleError(f"the audio {describe(source)} has length zero")
     if not np.isfinite(samples).all():
-        raise MediaError(f"the audio {describe(source)} has samples that are not finite")
+        raise SampleError(f"the audio {describe(source)} has samples that are not finite")
     if not rate:
-        raise MediaError(f"the audio {describe(source)} has no sampling_rate; add it beside the array")
+        raise SampleError(f"the audio {describe(source)} has no sampling_rate; add it beside the array")
     samples = samples if samples.ndim == 1 else samples.mean(axis=int(np.argmin(samples.shape)))
-    return samples if rate == sampling_rate else resampled(samples, rate, sampling_rate)
+    return samples if rate == sampling_rate else _resampled(samples, rate, sampling_rate)
 
 
 def _samples(value: Any) -> np.ndarray:
@@ -56,20 +57,39 @@ def _samples(value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise MediaError(f"the array of an audio is not rectangular ({error})") from error
+        raise SampleError(f"the array of an audio is not rectangular ({error})") from error
     if array.ndim not in (1, 2) or array.dtype.kind not in "uif":
-        raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not audio")
+        raise SampleError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not audio")
     limit = _LOUDEST if array.dtype.kind == "f" else 2**15
     if array.size and max(float(array.max()), -float(array.min())) > limit:
-        raise MediaError(f"an audio has values up to {np.abs(array).max()}; give 16-bit integers, or floats up to 1")
+        raise SampleError(f"an audio has values up to {np.abs(array).max()}; give 16-bit integers, or floats up to 1")
     return array.astype(np.float32) / np.float32(1 if array.dtype.kind == "f" else 2**15)
+
+
+def _resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """`samples` [n] at `rate`, with silence after them, at the rate `wanted`: float32 [round(n * wanted / rate)].
+
+    Band-limited, with the FFT.
+    """
+    count = max(1, round(len(samples) * wanted / rate))
+    down, up = rate // math.gcd(rate, wanted), wanted // math.gcd(rate, wanted)
+    blocks = _fast_length(-(-len(samples) // down) + 1)
+    spectrum = np.fft.rfft(samples, blocks * down)
+    kept = min(len(spectrum), blocks * up // 2 + 1)
+    return (np.fft.irfft(spectrum[:kept], blocks * up)[:count] * (up / down)).astype(np.float32)
+
+
+def _fast_length(least: int) -> int:
+    """The smallest number from `least` on whose factors are 2, 3 and 5; an FFT of other lengths takes much longer."""
+    bounds = [range(math.ceil(math.log(2 * least, base)) + 1) for base in (2, 3, 5)]
+    return min(n for i, j, k in itertools.product(*bounds) if (n := 2**i * 3**j * 5**k) >= least)
 
 
 def load_audio_track(source: Any, folder: Path, sampling_rate: int) -> np.ndarray | None:
     """The audio of a video file, mono float32 [n] at `sampling_rate`; None for a video without.
 
     Raises:
-        MediaError: an audio track that does not decode, or no installed package that decodes it.
+        SampleError: an audio track that does not decode, or no installed package that decodes it.
     """
     value = value_of(source)
     if isinstance(value, np.ndarray | list):
@@ -79,10 +99,10 @@ def load_audio_track(source: Any, folder: Path, sampling_rate: int) -> np.ndarra
         return None
     try:
         samples = _track(data, source, sampling_rate)
-    except MediaError:
+    except SampleError:
         raise
     except Exception as error:
-        raise MediaError(f"the audio track of {describe(source)} does not decode ({error})") from error
+        raise SampleError(f"the audio track of {describe(source)} does not decode ({error})") from error
     return samples if samples is not None and samples.size else None
 
 
@@ -123,7 +143,7 @@ def _decode_audio(data: bytes, source: Any, sampling_rate: int) -> tuple[np.ndar
             raw = file.readframes(frames)
         found = len(raw) // (width * channels)
         if found < frames and frames * width * channels < _STREAMED:
-            raise MediaError(f"the audio {describe(source)} is truncated after {found / rate:.3f} s")
+            raise SampleError(f"the audio {describe(source)} is truncated after {found / rate:.3f} s")
         if width == 2:
             return np.frombuffer(raw, "<i2").reshape(-1, channels) / np.float32(2**15), rate
     except (wave.Error, EOFError):
@@ -136,18 +156,18 @@ def _decode_audio(data: bytes, source: Any, sampling_rate: int) -> tuple[np.ndar
         hint, track = "", None
         try:
             track = _track(data, source, sampling_rate)
-        except MediaError:
+        except SampleError:
             hint = "; formats that soundfile does not know, such as AAC, need PyAV or torchcodec"
         except Exception:  # of PyAV, for what is not audio
             pass
         if track is not None:
             return track, sampling_rate
         if isinstance(error, ImportError):
-            raise MediaError(
+            raise SampleError(
                 f"the audio {describe(source)} is not a 16-bit PCM WAV file, and soundfile is not installed; "
                 "pip install soundfile"
             ) from error
         # Without the name of the stream that it was read from.
         reason = getattr(error, "error_string", error)
-        raise MediaError(f"the audio {describe(source)} does not decode ({reason}){hint}") from error
+        raise SampleError(f"the audio {describe(source)} does not decode ({reason}){hint}") from error
     return samples, int(rate)

@@ -54,15 +54,12 @@ class EncoderCost:
                 total += sum(n * linear * (1 + s / (6 * width)) for n, s in counts(tower, inputs))
         return total
 
-    def per_patch(self) -> float:
-        """The cost of a patch without attention; 0 without a vision encoder."""
-        tower = getattr(self.config, "vision_config", None)
-        return 0.0 if tower is None else self._linear(tower)[0]
-
-    def per_frame(self) -> float:
-        """The cost of a frame of mel features without attention; 0 without an audio encoder."""
-        tower = getattr(self.config, "audio_config", None)
-        return 0.0 if tower is None else self._linear(tower)[0] * self.audio.rows
+    def per_row(self, kind: str) -> float:
+        """The cost of a patch ("vision") or of a frame of mel features ("audio") without attention; 0 without such an
+        encoder."""
+        tower = getattr(self.config, f"{kind}_config", None)
+        rows = self.audio.rows if kind == "audio" else 1.0
+        return 0.0 if tower is None else self._linear(tower)[0] * rows
 
     def _linear(self, tower: Any) -> tuple[float, int]:
         """Estimated FLOPs of the matmuls of an encoder for a row, in tokens of the language model, and its width."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 
 from opslot.data.encoder import SampleError
 
@@ -15,9 +16,10 @@ def moved_spans(
     Raises:
         SampleError: the texts differ elsewhere.
     """
-    kept = [(0, len(text))]
-    for value in placeholders:
-        kept = [piece for start, stop in kept for piece in _split(text, start, stop, value)]
+    # Without placeholders, a pattern that matches nothing.
+    replaced = re.compile("|".join(map(re.escape, placeholders)) or "(?!)")
+    edges = [0, *(edge for match in replaced.finditer(text) for edge in match.span()), len(text)]
+    kept = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
     moved: list[tuple[int, int, int]] = []
     position = 0
     for number, (start, stop) in enumerate(kept):
@@ -35,13 +37,3 @@ def moved_spans(
             if low < high:
                 found.append((low - start + at, high - start + at))
     return found
-
-
-def _split(text: str, start: int, stop: int, value: str) -> Iterator[tuple[int, int]]:
-    """The parts of [start, stop) between occurrences of `value`, without empty ones."""
-    while (at := text.find(value, start, stop)) >= 0:
-        if at > start:
-            yield start, at
-        start = at + len(value)
-    if start < stop:
-        yield start, stop

@@ -11,7 +11,7 @@ from opslot._base.errors import ConfigError
 from opslot._base.hub import DATASETS, data_folder
 from opslot.data.encoder import SampleError
 from opslot.data.multimodal.audio import load_audio, load_audio_track
-from opslot.data.multimodal.media import KINDS, Limits, MediaError, load_image, load_video
+from opslot.data.multimodal.media import KINDS, Limits, load_image, load_video
 from opslot.data.multimodal.processor_call import source_has
 
 if TYPE_CHECKING:
@@ -118,12 +118,19 @@ class MediaLoader:
         are_silent = set()
         for kind, source in given:
             self._check_kind(kind)
-            try:
-                self._add(loaded, kind, source, folder)
-                if kind == "video" and self.use_audio_in_video:
-                    are_silent.add(not self._add_track(loaded, source, folder))
-            except MediaError as error:
-                raise SampleError(str(error)) from error
+            if kind == "audio":
+                loaded.media[kind].append(load_audio(source, folder, self.component(kind).sampling_rate))
+                loaded.tracks.append(None)
+                continue
+            load = load_image if kind == "image" else load_video
+            loaded.media[kind].append(load(source, folder, self.limits))
+            if kind == "video" and self.use_audio_in_video:
+                track = load_audio_track(source, folder, self.component("audio").sampling_rate)
+                are_silent.add(track is None)
+                if track is not None:
+                    # In the order of the text, as other audio.
+                    loaded.media["audio"].append(track)
+                    loaded.tracks.append(len(loaded.media["video"]) - 1)
         if len(are_silent) > 1:
             raise SampleError(
                 "some of its videos have an audio track and others have none; set data.use_audio_in_video: false, or "
@@ -136,20 +143,3 @@ class MediaLoader:
             lacks = kind == "video" and not has_package("torchvision")
             missing = " without torchvision; pip install torchvision" if lacks else ""
             raise SampleError(f"has {kind}, which {type(self.processor).__name__} cannot process{missing}")
-
-    def _add(self, loaded: Loaded, kind: str, source: Any, folder: Path) -> None:
-        if kind == "audio":
-            loaded.media[kind].append(load_audio(source, folder, self.component(kind).sampling_rate))
-            loaded.tracks.append(None)
-        else:
-            load = load_image if kind == "image" else load_video
-            loaded.media[kind].append(load(source, folder, self.limits))
-
-    def _add_track(self, loaded: Loaded, source: Any, folder: Path) -> bool:
-        """Add the audio track of the last video, in the order of the text as other audio; False without one."""
-        track = load_audio_track(source, folder, self.component("audio").sampling_rate)
-        if track is None:
-            return False
-        loaded.media["audio"].append(track)
-        loaded.tracks.append(len(loaded.media["video"]) - 1)
-        return True

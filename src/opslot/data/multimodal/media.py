@@ -18,6 +18,7 @@ import numpy as np
 
 from opslot._base.errors import DataError
 from opslot._base.hub import downloaded
+from opslot.data.encoder import SampleError
 from opslot.data.multimodal.containers import missing_bytes
 from opslot.data.multimodal.seeking import selected_frames
 
@@ -34,10 +35,6 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _ANIMATED = ("GIF", "WEBP")
 # Keys of a source, in the order in which they are looked for.
 _KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
-
-
-class MediaError(ValueError):
-    """An image, video or audio that cannot be read, with the reason and without the location of the sample."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def load_image(source: Any, folder: Path, limits: Limits) -> Image:
     """An RGB image, upright as its EXIF orientation says.
 
     Raises:
-        MediaError: a missing file, or one that does not decode.
+        SampleError: a missing file, or one that does not decode.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -95,13 +92,13 @@ def load_image(source: Any, folder: Path, limits: Limits) -> Image:
                 # JPEG decodes at a reduced size, which bounds the memory of huge images.
                 image.draft("RGB", _scaled(image.size, limits.max_pixels))
             image.load()
-        except (MediaError, DataError):
+        except (SampleError, DataError):
             raise
         except UnidentifiedImageError as error:
-            raise MediaError(f"the image {describe(source)} does not decode (unknown format)") from error
+            raise SampleError(f"the image {describe(source)} does not decode (unknown format)") from error
         # PIL raises many types for damaged files.
         except Exception as error:
-            raise MediaError(f"the image {describe(source)} does not decode ({error})") from error
+            raise SampleError(f"the image {describe(source)} does not decode ({error})") from error
     image = _rgb(image)
     if limits.max_pixels is not None and image.width * image.height > limits.max_pixels:
         image = image.resize(_scaled(image.size, limits.max_pixels), Image.Resampling.BICUBIC)
@@ -132,7 +129,7 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
     """Uniformly sampled frames of a video file, an animated image, an array or a list of images.
 
     Raises:
-        MediaError: no frames, a file that does not decode, or no installed package that decodes it.
+        SampleError: no frames, a file that does not decode, or no installed package that decodes it.
     """
     value = value_of(source)
     fps = rate_of(source, "fps") or 0.0
@@ -143,7 +140,7 @@ def load_video(source: Any, folder: Path, limits: Limits) -> Video:
         frames = [load_image(images[index], folder, limits) for index in indices]
         return _video(frames, indices, len(images), fps)
     if fps:
-        raise MediaError(
+        raise SampleError(
             f"fps is of frames and arrays, and {describe(source)} is a file; remove it, and set data.max_fps"
         )
     data = read_source(source, folder)
@@ -158,7 +155,7 @@ def rate_of(source: Any, name: str) -> float | None:
     except (TypeError, ValueError):
         rate = math.nan
     if not 0 <= rate < math.inf:
-        raise MediaError(f"{name} is not a positive number: {value!r}")
+        raise SampleError(f"{name} is not a positive number: {value!r}")
     return rate or None
 
 
@@ -194,7 +191,7 @@ def _blob(item: Any) -> tuple[str, bytes]:
         np.save(stream, item, allow_pickle=False)
         return "npy", stream.getvalue()
     if not hasattr(item, "save"):
-        raise MediaError(f"a {type(item).__name__} is not an image, video or audio")
+        raise SampleError(f"a {type(item).__name__} is not an image, video or audio")
     _rgb(item).save(stream, "PNG")
     return "bytes", stream.getvalue()
 
@@ -222,7 +219,7 @@ def value_of(source: Any) -> Any:
             # MiniCPM-V's numbered images.
             is_named = any(str(name).startswith("<") for name in source)
             fix = "; give a list of sources, and <image> in the text for each" if is_named else ""
-            raise MediaError(f"a source has none of {', '.join(_KEYS)}; it has {has}{fix}")
+            raise SampleError(f"a source has none of {', '.join(_KEYS)}; it has {has}{fix}")
         if key == "base64" and not str(source[key]).startswith("data:"):
             return f"data:;base64,{source[key]}"
         # A member of a tar file, in place of its name.
@@ -234,13 +231,13 @@ def read_source(source: Any, folder: Path) -> bytes:
     """The bytes of a file, of a data URI or in the record.
 
     Raises:
-        MediaError: a file that cannot be read or is cut off, or no bytes.
+        SampleError: a file that cannot be read or is cut off, or no bytes.
     """
     data = _bytes_of(value_of(source), folder)
     if not data:
-        raise MediaError(f"{describe(source)} is empty (0 bytes)")
+        raise SampleError(f"{describe(source)} is empty (0 bytes)")
     if missing := missing_bytes(data):
-        raise MediaError(
+        raise SampleError(
             f"{describe(source)} is cut off: it has {len(data)} bytes, of at least {len(data) + missing} in its header"
         )
     return data
@@ -250,19 +247,19 @@ def _bytes_of(value: Any, folder: Path) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str):
-        raise MediaError(f"{value!r:.40} ({type(value).__name__}) is not a path, bytes or base64")
+        raise SampleError(f"{value!r:.40} ({type(value).__name__}) is not a path, bytes or base64")
     if not value:
-        raise MediaError("its path is empty")
+        raise SampleError("its path is empty")
     if value.startswith("data:"):
         try:
             # Encoders break lines.
             return base64.b64decode("".join(value.partition(",")[2].split()), validate=True)
         except binascii.Error as error:
-            raise MediaError(f"not base64: {error}") from error
+            raise SampleError(f"not base64: {error}") from error
     shown = value if len(value) < _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
     shown = shown.encode(errors="backslashreplace").decode()
     if _URL.match(value) and not value.startswith("file://"):
-        raise MediaError(f"{shown} is not downloaded; store the file and give its path")
+        raise SampleError(f"{shown} is not downloaded; store the file and give its path")
     try:
         return downloaded(_path(value, folder)).read_bytes()
     except DataError:
@@ -273,7 +270,7 @@ def _bytes_of(value: Any, folder: Path) -> bytes:
         hint = "" if len(value) < _LONGEST_SHOWN else '; give base64 text as {"base64": ...} or a data: URI'
         reason = "not Unicode" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
         start = f"relative paths start at {folder} (data.media_dir)"
-        raise MediaError(f"{shown} cannot be read ({reason}); {start}{hint}") from error
+        raise SampleError(f"{shown} cannot be read ({reason}); {start}{hint}") from error
 
 
 def _path(value: str, folder: Path) -> Path:
@@ -288,21 +285,21 @@ def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise MediaError(f"the array of {what} is not rectangular ({error})") from error
+        raise SampleError(f"the array of {what} is not rectangular ({error})") from error
     # No frames are an error of their own.
     no_size = 0 in (array.shape[1:] if array.ndim == 4 else array.shape)
     if array.ndim not in dimensions or no_size or array.dtype.kind not in "uif":
-        raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not {what}")
+        raise SampleError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not {what}")
     if array.ndim > 2 and array.shape[-1] not in (1, 3, 4) and array.shape[-3] in (1, 3, 4):
         array = np.moveaxis(array, -3, -1)
     if array.dtype.kind == "f":
         if not np.isfinite(array).all():
-            raise MediaError(f"the array of {what} has values that are not finite")
+            raise SampleError(f"the array of {what} has values that are not finite")
         array = array * 255.0
     # Floats of a resized image may be out of range by a little.
     if array.dtype != np.uint8 and array.size and (array.min() < -_BEYOND or array.max() > 255 + _BEYOND):
         scale = 255 if array.dtype.kind == "f" else 1
-        raise MediaError(
+        raise SampleError(
             f"the array of {what} has values from {array.min() / scale:.4g} to {array.max() / scale:.4g}; integers are "
             "from 0 to 255, floats from 0 to 1"
         )
@@ -323,7 +320,7 @@ def _scaled(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
 def _sampled(count: int, fps: float, limits: Limits, source: Any) -> list[int]:
     """Numbers of those of `count` frames, at `fps` per second or 0, that are read: evenly spaced."""
     if count == 0:
-        raise MediaError(f"the video {describe(source)} has no frames")
+        raise SampleError(f"the video {describe(source)} has no frames")
     most = limits.max_frames
     if limits.max_fps is not None and fps:
         # Models merge pairs of frames.
@@ -350,7 +347,7 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
         image = Image.open(io.BytesIO(data))
         total = getattr(image, "n_frames", 1)
         if total == 1 and image.format not in _ANIMATED:
-            raise MediaError(
+            raise SampleError(
                 f"the video {describe(source)} is a still image ({image.format}); give it as an image, or as the "
                 "frames of a video"
             )
@@ -362,10 +359,10 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
             frames.append(_decoded_frame(image.copy(), limits))
     except UnidentifiedImageError:
         return None
-    except MediaError:
+    except SampleError:
         raise
     except Exception as error:
-        raise MediaError(f"the video {describe(source)} does not decode ({error})") from error
+        raise SampleError(f"the video {describe(source)} does not decode ({error})") from error
     return _video(frames, indices, total, fps)
 
 
@@ -381,12 +378,12 @@ def _decode_video(data: bytes, source: Any, limits: Limits) -> Video:
     decode = _decode_with_av if torchcodec_decoders() is None else _decode_with_torchcodec
     try:
         return decode(data, source, limits)
-    except MediaError:
+    except SampleError:
         raise
     except Exception as error:
         # PyAV's text also has the number of the error and the name of the stream.
         reason = getattr(error, "strerror", None) or error
-        raise MediaError(f"the video {describe(source)} does not decode ({reason})") from error
+        raise SampleError(f"the video {describe(source)} does not decode ({reason})") from error
 
 
 def torchcodec_decoders() -> Any:
@@ -411,7 +408,7 @@ def _decode_with_torchcodec(data: bytes, source: Any, limits: Limits) -> Video:
 def _decode_with_av(data: bytes, source: Any, limits: Limits) -> Video:
     with av_package(source).open(io.BytesIO(data)) as container:
         if not container.streams.video:
-            raise MediaError(f"{describe(source)} has no video stream")
+            raise SampleError(f"{describe(source)} has no video stream")
         stream = container.streams.video[0]
         fps = float(stream.average_rate or 0)
         frames, indices, total = selected_frames(
@@ -434,7 +431,7 @@ def av_package(source: Any) -> Any:
     try:
         import av
     except ImportError as error:
-        raise MediaError(
+        raise SampleError(
             f"the video {describe(source)} needs PyAV or torchcodec to decode it; pip install av, or give its frames "
             "as images"
         ) from error

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opslot.data.encoder import SampleError
 from opslot.data.messages import Message, messages_of, text_of
-from opslot.data.multimodal.media import KINDS, MediaError
+from opslot.data.multimodal.media import KINDS
 
 # Columns that hold the media of all messages in their order, as LLaMA-Factory, ms-swift and TRL read them.
 COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
@@ -44,9 +45,8 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
         form: the first column of the conversation.
 
     Raises:
-        MediaError: a part without a source, a setting that is not applied, or a column with more or fewer media than
-            the messages use.
-        SampleError: a message is malformed.
+        SampleError: a malformed message, a part without a source, a setting that is not applied, or a column with more
+            or fewer media than the messages use.
     """
     columns = ("prompt", "completion") if form == "prompt" else (form,)
     given = {column: _messages(record[column], column) for column in columns}
@@ -59,7 +59,7 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
         media = _put_first(changed[columns[0]], queues)
     left = [f"{len(queue)} more of {kind}{queue.uncounted()}" for kind, queue in queues.items() if queue]
     if left:
-        raise MediaError(
+        raise SampleError(
             f"the columns of media have {' and '.join(left)} than the messages use; add <image>, <video> or <audio> "
             'to the text, or parts {"type": "image"}'
         )
@@ -171,7 +171,7 @@ class _Column:
         """The source with that number, from 0; None for the first that is unused."""
         number = self.unused[0] if index is None else index
         if not isinstance(number, int) or not 0 <= number < len(self.sources):
-            raise MediaError(f"index {index!r} is not one of the {len(self.sources)} media of the column")
+            raise SampleError(f"index {index!r} is not one of the {len(self.sources)} media of the column")
         if number in self.unused:
             self.unused.remove(number)
         return self.sources[number]
@@ -205,7 +205,7 @@ def _of_text(text: str, queues: dict[str, _Column], media: list[tuple[str, Any]]
         if kind not in queues:
             continue
         if not queues[kind]:
-            raise MediaError(f"the messages have more {tag[0]} than the column {kind}s")
+            raise SampleError(f"the messages have more {tag[0]} than the column {kind}s")
         if tag.start() > start:
             parts.append({"type": "text", "text": text[start : tag.start()]})
         parts.append({"type": kind})
@@ -220,20 +220,20 @@ def _of_part(part: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise MediaError(f"a part of a message must be an object with type, found {part!r}"[:200])
+        raise SampleError(f"a part of a message must be an object with type, found {part!r}"[:200])
     known = {key: value for key, value in part.items() if value is not None}
     if "sample_fps" in known:
         # The rate of a list of frames in qwen-vl-utils.
         known["fps"] = known.pop("sample_fps")
     kind = _kind(known)
     if other := next((name for name in ("text", *KINDS) if name != kind and known.get(name)), None):
-        raise MediaError(f"a part of type {kind} has {other} too; make it two parts")
+        raise SampleError(f"a part of type {kind} has {other} too; make it two parts")
     if kind == "text":
         return {"type": "text", "text": text_of(known)}
     source = _source(known, kind)
     if source is None:
         if kind not in queues or not (queues[kind] or "index" in known):
-            raise MediaError(
+            raise SampleError(
                 f'a part of type {kind} has no source; it has {", ".join(known)}. Give it as "{kind}", path, bytes or '
                 f"base64, or in a column {kind}s"
             )
@@ -245,14 +245,14 @@ def _of_part(part: Any, queues: dict[str, _Column], media: list[tuple[str, Any]]
 
 def _reject_settings(what: str, given: Mapping[str, Any]) -> None:
     if setting := next((name for name in _SETTINGS if given.get(name) is not None), None):
-        raise MediaError(f"{what} has {setting}, which is not applied; remove it (for all: {_SETTINGS[setting]})")
+        raise SampleError(f"{what} has {setting}, which is not applied; remove it (for all: {_SETTINGS[setting]})")
 
 
 def _kind(part: Mapping[str, Any]) -> str:
     given = str(part.get("type") or next((key for key in part if key.split("_")[0] in (*KINDS, "text")), ""))
     kind = given.removeprefix("input_").removeprefix("output_").removesuffix("_url")
     if kind not in (*KINDS, "text"):
-        raise MediaError(f"unknown part type {given!r}; expected text, {', '.join(KINDS)}")
+        raise SampleError(f"unknown part type {given!r}; expected text, {', '.join(KINDS)}")
     return kind
 
 

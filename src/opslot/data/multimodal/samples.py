@@ -29,7 +29,7 @@ from opslot.data.messages import Message
 from opslot.data.multimodal.encoder_cost import AudioRows, EncoderCost
 from opslot.data.multimodal.expanded_text import moved_spans
 from opslot.data.multimodal.loading import Loaded, MediaLoader
-from opslot.data.multimodal.media import KINDS, MediaError, from_bytes, to_bytes
+from opslot.data.multimodal.media import KINDS, from_bytes, to_bytes
 from opslot.data.multimodal.parts import COLUMNS, has_unused_tag, media_of, separate_media
 from opslot.data.multimodal.processor_call import (
     REJECTED,
@@ -114,10 +114,7 @@ class MultimodalEncoder(ChatEncoder):
 
     def samples(self, where: Location, record: Mapping[str, Any]) -> list[Any]:
         record, form = self._checked(where, record)
-        try:
-            record, media, is_unnamed = separate_media(record, form)
-        except MediaError as error:
-            raise SampleError(str(error)) from error
+        record, media, is_unnamed = separate_media(record, form)
         rendered = self._render_record(record, form)
         tagged = any(has_unused_tag(sample.messages) for sample in rendered)
         rename = self._renames.get(where.file)
@@ -194,10 +191,7 @@ class MultimodalEncoder(ChatEncoder):
         Raises:
             SampleError: media that cannot be read, or input that the chat template or the processor rejects.
         """
-        try:
-            record, media, _ = separate_media({"messages": list(messages)}, "messages")
-        except MediaError as error:
-            raise SampleError(str(error)) from error
+        record, media, _ = separate_media({"messages": list(messages)}, "messages")
         turns = record["messages"]
         description = {"folder": str(folder), "text": self._prompt_text(turns), "media": media_of(turns, media)}
         loaded = self._load(description)
