@@ -131,7 +131,7 @@ class ChatEncoder(SampleEncoder):
             has = ", ".join(found.names) or "no columns (a text file?)"
             fix = f"; {rename}" if (rename := self.fix_of(found.names)) else ""
             problems.append(f"{file}: no chat data; it has {has}, and task {self.task} needs {KNOWN}{fix}")
-        elif self.plain and (form[0] != "prompt" or _holds_messages(found)):
+        elif self.plain and (form[0] != "prompt" or not found.holds("prompt", str)):
             problems.append(
                 f"{file}: {form[0]} needs a chat template, and the tokenizer has none (or data.chat_template is none); "
                 "set data.chat_template to a file with one"
@@ -396,21 +396,13 @@ def _check_tools(text: str, messages: Sequence[Message], tools: Any) -> None:
                 )
 
 
-def _holds_messages(found: FileColumns) -> bool:
-    """Whether the prompts of a file are lists of messages."""
-    if found.schema is None:
-        return not isinstance((found.first or {}).get("prompt"), str)
-    return "string" not in str(found.schema.field("prompt").type)[:12]
-
-
 def _preferences(found: FileColumns) -> str:
     """The columns that hold preferences (DPO, KTO), whose rejected answers must not be trained; "" without them."""
     names = set(found.names)
     if {"chosen", "rejected"} <= names:
         return "chosen and rejected"
-    is_flag = str(found.schema.field("label").type) == "bool" if found.schema and "label" in names else False
-    is_flag |= isinstance((found.first or {}).get("label"), bool)
-    return "label, true or false" if is_flag and {"prompt", "completion"} <= names else ""
+    is_flag = {"prompt", "completion", "label"} <= names and found.holds("label", bool)
+    return "label, true or false" if is_flag else ""
 
 
 def _common(first: str, second: str) -> int:

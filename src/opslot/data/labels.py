@@ -16,7 +16,7 @@ from opslot._base.labels import IGNORE_INDEX
 from opslot.data.collation import LABELED
 from opslot.data.encoder import SampleEncoder, SampleError, digest
 from opslot.data.locations import Location
-from opslot.data.records import FileColumns, columns_in, lone_surrogate, read_records, split_into_shards
+from opslot.data.records import columns_in, lone_surrogate, read_records, split_into_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ class LabelEncoder(SampleEncoder):
             hint = "" if self.label_field else "; set data.label_field to the column that holds the labels"
             problems.append(f"{file}: no column {' or '.join(wanted)}; it has {has}{hint}")
             return
-        per_token = _is_list(found, label)
+        per_token = found.holds(label, list)
         texts = _WORDS if per_token else (self.text_field,)
         text = next((name for name in texts if name in found.names), None)
         if text is None:
@@ -204,12 +204,6 @@ def collate_labeled(samples: list[dict[str, Any]], per_token: bool) -> dict[str,
         "position_ids": positions,
         "attention_mask": (positions < lengths[:, None]).long(),
     }
-
-
-def _is_list(found: FileColumns, name: str) -> bool:
-    if found.schema is None:
-        return isinstance((found.first or {}).get(name), list)
-    return "list" in str(found.schema.field(name).type)[:12]
 
 
 def _class_names(schema: Any, label: str) -> list[str]:

@@ -47,6 +47,13 @@ class FileColumns:
     schema: Any = None
     first: dict[str, Any] | None = None
 
+    def holds(self, name: str, kind: type) -> bool:
+        """Whether the values of column or field `name` are of `kind`: bool, list or str."""
+        if self.schema is None:
+            return isinstance((self.first or {}).get(name), kind)
+        arrow = "string" if kind is str else kind.__name__
+        return arrow in str(self.schema.field(name).type)[:12]
+
 
 def split_into_shards(
     files: Sequence[Path],
