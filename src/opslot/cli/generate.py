@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     from opslot.data.multimodal.media import Limits
     from opslot.data.tokenizer import load_tokenizer
     from opslot.models import load_config
-    from opslot.trainer.generating import answer_about_media, generate_answers, media_encoder
+    from opslot.trainer.generating import answer_about_media, generate_answer, media_encoder
     from opslot.trainer.processors import has_processor
 
     model, prompts, media = str(local_model(options.model, weights=False)), options.prompt, options.media or []
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
                 if encoder is not None:
                     answer = answer_about_media(loaded, encoder, prompt, media, options.max_new_tokens, **common)
                 else:
-                    (answer,) = generate_answers(loaded, tokenizer, [prompt], options.max_new_tokens, **of_text)
+                    answer = generate_answer(loaded, tokenizer, prompt, options.max_new_tokens, **of_text)
             except SampleError as error:
                 given = ", ".join(path for _, path in media)
                 hint = "give files that this model takes" if media else "correct the chat template, or pass --raw"

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
-def generate_answers(
+def generate_answer(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
+    prompt: str,
     max_new_tokens: int,
     *,
     chat: bool | None = None,
@@ -32,11 +32,11 @@ def generate_answers(
     as_processor: bool = False,
     device: torch.device | str | None = None,
     sampling: dict[str, Any] | None = None,
-) -> list[str]:
-    """The text that `model` continues each prompt with, without special tokens.
+) -> str:
+    """The text that `model` continues a prompt with, without special tokens.
 
     Args:
-        chat: take each prompt as a user's turn and apply the chat template; default whether the tokenizer has one.
+        chat: take the prompt as a user's turn and apply the chat template; default whether the tokenizer has one.
         system: content of a system message before the user's turn.
         as_processor: add special tokens as a processor does, see `special_tokens_option`.
         sampling: options of `generate`, such as temperature; default the most likely token at each step.
@@ -47,13 +47,10 @@ def generate_answers(
     """
     import torch
 
-    answers = []
-    for prompt in prompts:
-        ids = prompt_tokens(tokenizer, prompt, chat=chat, system=system, as_processor=as_processor)
-        tokens = torch.tensor([ids], device=device)
-        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        answers.append(_answer(model, tokenizer, inputs, max_new_tokens, sampling))
-    return answers
+    ids = prompt_tokens(tokenizer, prompt, chat=chat, system=system, as_processor=as_processor)
+    tokens = torch.tensor([ids], device=device)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return _answer(model, tokenizer, inputs, max_new_tokens, sampling)
 
 
 def prompt_tokens(
@@ -64,7 +61,7 @@ def prompt_tokens(
     system: str | None = None,
     as_processor: bool = False,
 ) -> list[int]:
-    """The tokens that a model gets for a prompt; the options are those of `generate_answers`.
+    """The tokens that a model gets for a prompt; the options are those of `generate_answer`.
 
     Raises:
         SampleError: a prompt that the chat template rejects, or without a token.
@@ -106,7 +103,7 @@ def answer_about_media(
     device: torch.device | str | None = None,
     sampling: dict[str, Any] | None = None,
 ) -> str:
-    """As `generate_answers`, of a prompt with images, videos or audio before it in the same turn.
+    """As `generate_answer`, of a prompt with images, videos or audio before it in the same turn.
 
     Args:
         media: kind ("image", "video" or "audio") and path of each.

@@ -29,7 +29,7 @@ from opslot.models._sequence.packing import packing_problem
 from opslot.models.flop_modules import TOKENS
 from opslot.ops.cross_entropy_loss import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
-from opslot.trainer.generating import generate_answers, prompt_tokens
+from opslot.trainer.generating import generate_answer, prompt_tokens
 from opslot.trainer.prompts import Prompt, PromptValue, prompt_of
 from opslot.trainer.run_data import CHAT_TASKS, RunData, open_tokenizer, set_sample_length
 from opslot.trainer.setup import dtype_of_weights
@@ -263,15 +263,8 @@ class TextTrainer(BaseTrainer):
     def answer(self, prompt: Prompt, max_new_tokens: int) -> str:
         """The model's answer to one prompt."""
         assert not prompt.media, "only task vlm has prompts with media"
-        (answer,) = generate_answers(
-            self.model,
-            self.tokenizer,
-            [prompt.text],
-            max_new_tokens,
-            device=self.device,
-            **self._prompt_options,
-        )
-        return answer
+        options = self._prompt_options
+        return generate_answer(self.model, self.tokenizer, prompt.text, max_new_tokens, device=self.device, **options)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
