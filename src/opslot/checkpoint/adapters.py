@@ -24,8 +24,7 @@ from opslot._base.errors import CheckpointError
 from opslot._base.hub import is_repo_id, local_model
 from opslot._base.logging import get_logger
 from opslot.checkpoint.folder import save_generation_config, staged_folder
-from opslot.checkpoint.initialize import MeshFreeDraws
-from opslot.checkpoint.materialize import materialize
+from opslot.checkpoint.initialize import MeshFreeDraws, materialize
 from opslot.checkpoint.model_tensors import clean_fqn
 from opslot.checkpoint.safetensors_file import TensorSpec, write_safetensors
 from opslot.distributed import is_first_rank, on_all_ranks

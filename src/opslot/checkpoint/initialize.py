@@ -1,10 +1,12 @@
-"""Initial values of a model's tensors: they depend on seed, module and index, not on sharding."""
+"""Memory and initial values of a model's tensors: these depend on seed, module and index, not on sharding."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opslot._base.errors import CheckpointError, list_problems
 from opslot._base.source import method_parameters
-from opslot.checkpoint.constructed import constructor_values
-from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import clean_fqn
 from opslot.checkpoint.tensor_slice import extent, intersect, local_ranges, relative
 from opslot.distributed.dtensors import local_tensor
+from opslot.slots.binding import original_class
 
 _aten = torch.ops.aten
 # Draws that fill a tensor in place, element by element.
@@ -36,11 +38,41 @@ _PARTWISE = {
     _aten.ones_like.default,
     _aten.detach.default,
 }
+# What layers of torch make parameters with. Other factory functions also compute values, such as frequencies of RoPE.
+_OF_PARAMETERS = {torch.empty, torch.rand, torch.randn}
 # Numbers drawn from one seed. A rank draws every block that its shard overlaps: large blocks waste numbers at the
 # boundaries of a shard, small ones cost launches.
 _BLOCK = 1 << 20
 # Of stacked experts; weights with more are kernels of convolutions.
 _LARGEST_DIMS = 3
+
+
+def materialize(model: nn.Module, device: torch.device | str | None, skip: Collection[int] = ()) -> None:
+    """Allocate every meta tensor of `model` on `device`; values are undefined.
+
+    Args:
+        model: changed in place; tied parameters stay tied, sharded ones sharded.
+        device: None for the CPU, or the mesh's device for a DTensor.
+        skip: ids of parameters that stay on meta.
+    """
+    tied: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                tied[id(parameter)].append((module, key))
+
+    def give_memory(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta or id(tensor) in skip:
+            return tensor
+        home = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+        return torch.empty_like(tensor, device=device or home)
+
+    # FSDP overrides it to follow its parameters.
+    model._apply(give_memory)
+    for places in tied.values():
+        owner, owner_key = places[0]
+        for module, key in places[1:]:
+            module._parameters[key] = owner._parameters[owner_key]
 
 
 def initialize_weights(model: nn.Module, seed: int | None = None, *, device: torch.device | str | None = None) -> None:
@@ -115,7 +147,7 @@ def initialize(
                 tensor.copy_(values[name])
         if left := _left(owners, left):
             torch.manual_seed(draws.seed)
-            values = constructor_values(model, left)
+            values = _constructor_values(model, left)
             for tensors in (place.tensors for place in owners):
                 for name in values.keys() & tensors.keys():
                     local_tensor(tensors[name]).copy_(values[name][local_ranges(tensors[name])])
@@ -162,6 +194,34 @@ def _left(owners: Iterable[_Place], wanted: Collection[str]) -> set[str]:
     """Names of `wanted` that have no values yet."""
     named = itertools.chain.from_iterable(place.tensors.items() for place in owners)
     return {name for name, tensor in named if name in wanted and _is_spoiled(tensor)}
+
+
+class ParametersOnMeta(TorchFunctionMode):
+    """Inside, constructors make parameters that are drawn later on meta, and tensors that they compute on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_PARAMETERS and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _constructor_values(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Those of the parameters and buffers `names` that the constructors of a Transformers model compute, on the CPU.
+
+    The model is constructed again. A constructor may compute what `_init_weights` leaves alone, such as the parameters
+    of xIELU.
+    """
+    make = getattr(original_class(model), "_from_config", None)
+    config = getattr(model, "config", None)
+    if make is None or config is None:
+        return {}
+    from transformers.initialization import no_init_weights
+
+    with ParametersOnMeta(), no_init_weights():
+        again: nn.Module = make(copy.deepcopy(config), attn_implementation="eager")
+    values = {**dict(again.named_parameters(remove_duplicate=False)), **dict(again.named_buffers())}
+    return {name: value.detach() for name, value in values.items() if name in names and not value.is_meta}
 
 
 class _NeedsWhole(Exception):

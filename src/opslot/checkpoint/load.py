@@ -24,9 +24,8 @@ from opslot.checkpoint.converter import Converter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.folder import read_config, read_folder
 from opslot.checkpoint.hub_names import hub_names
-from opslot.checkpoint.initialize import initialize
+from opslot.checkpoint.initialize import initialize, materialize
 from opslot.checkpoint.mapping import LoadMapping, MappedSlice, Stream, map_tensors
-from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import ModelTensors, clean_fqn, tensors_of
 from opslot.checkpoint.quantized import (
     QuantizedTensor,

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from opslot.checkpoint.constructed import ParametersOnMeta
+from opslot.checkpoint.initialize import ParametersOnMeta
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
