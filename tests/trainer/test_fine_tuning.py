@@ -194,11 +194,11 @@ def test_missing_8_bit_package_raises(settings, train, monkeypatch):
 @pytest.mark.parametrize(("device", "usable"), [("gpu", True), ("cpu", False)])
 def test_bitsandbytes_updates_on_a_gpu(device, usable, monkeypatch):
     from opslot.optim import selection
-    from opslot.trainer import optimizer_settings
+    from opslot.trainer import train_settings
 
     monkeypatch.setattr(selection, "has_package", lambda name: name == "bitsandbytes")
-    monkeypatch.setattr(optimizer_settings, "best_device", lambda: DeviceFacts(device))
+    monkeypatch.setattr(train_settings, "best_device", lambda: DeviceFacts(device))
     config = load_config(["--train.output_dir", "out", "--train.optimizer.name", "adamw_8bit"])
     problems = []
-    optimizer_settings.check_optimizer(config, problems)
+    train_settings.check_optimizer(config, problems)
     assert (problems == []) == usable

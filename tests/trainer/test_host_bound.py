@@ -18,7 +18,7 @@ def hints(waits, config):
 
 @pytest.fixture
 def config(monkeypatch):
-    monkeypatch.setattr("opslot.trainer.parallel_settings.best_device", lambda: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr("opslot.trainer.train_settings.best_device", lambda: SimpleNamespace(type="cuda"))
     return RunConfig()
 
 

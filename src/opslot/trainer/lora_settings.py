@@ -11,7 +11,7 @@ from opslot._base.device import has_package, package_version
 from opslot._base.launcher import launched_world_size
 from opslot.checkpoint.adapters import FROM_WEIGHTS
 from opslot.trainer.config import LoraConfig, RunConfig
-from opslot.trainer.parallel_settings import is_sharded
+from opslot.trainer.train_settings import is_sharded
 
 # A larger rank is taken for a mistake.
 _LARGEST_RANK = 2**16

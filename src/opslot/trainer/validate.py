@@ -19,12 +19,11 @@ from opslot.data.sources import find_files, format_of
 from opslot.trainer.commits import require_commits
 from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
 from opslot.trainer.lora_settings import check_lora
-from opslot.trainer.optimizer_settings import check_optimizer
 from opslot.trainer.output_folder import check_output, require_same_checkpoint
 from opslot.trainer.output_lock import OutputLock
-from opslot.trainer.parallel_settings import check_cuda_graphs, check_data_parallel_mode
 from opslot.trainer.paths import PATHS, paths_in
 from opslot.trainer.prompts import prompt_of, prompt_problem
+from opslot.trainer.train_settings import check_cuda_graphs, check_data_parallel_mode, check_optimizer
 
 # NumPy seeds have 32 bits, and each rank adds its number.
 _SEEDS = 2**31

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
-from opslot.trainer.parallel_settings import check_cuda_graphs
+from opslot.trainer.train_settings import check_cuda_graphs
 
 # The first steps compile and allocate.
 _SKIPPED, _MEASURED = 3, 8
