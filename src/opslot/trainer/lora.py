@@ -137,24 +137,23 @@ def _expert_weights(model: PreTrainedModel) -> list[str]:
 
 
 def _linear_layers(model: PreTrainedModel, whole: Iterable[str]) -> list[str]:
-    """Paths of the linear layers but the output head and what is trained whole; experts are not among them."""
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    paths = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-        and module is not head
-        and not any(_matches(path, n, False) for n in whole)
-        and _maps_features(module)
-    ]
+    """Paths of the linear layers that get adapters: not what is trained whole; experts are not among them."""
+    paths = [path for path in _linear_paths(model) if not any(_matches(path, n, False) for n in whole)]
     names = sorted({path.rsplit(".", 1)[-1] for path in paths})
     left = {name: "which PEFT takes for the stacked experts" for name in names if _means_experts(model, name)}
     left |= {name: "which PEFT does not adapt in this architecture" for name in names if _is_rejected(model, name)}
     for name, reason in left.items():
         logger.warning("no adapters on %s, %s", name, reason)
     return [path for path in paths if path.rsplit(".", 1)[-1] not in left]
+
+
+def _linear_paths(model: nn.Module) -> list[str]:
+    """Paths of the linear layers but the output head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    kinds = (nn.Linear, Conv1D)
+    return [p for p, m in model.named_modules() if isinstance(m, kinds) and m is not head and _maps_features(m)]
 
 
 def _maps_features(module: nn.Module) -> bool:
@@ -255,15 +254,7 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
 def _pattern_of_part(model: nn.Module, part: str) -> str:
     """A regular expression for the linear layers of a part; "" where it has none."""
     parameters = set(parts_of(model)[part])
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    paths = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and f"{path}.weight" in parameters
-        and module is not head
-        and _maps_features(module)
-    ]
+    paths = [path for path in _linear_paths(model) if f"{path}.weight" in parameters]
     if not paths:
         return ""
     levels = zip(*(path.split(".")[:-1] for path in paths), strict=False)
