@@ -98,6 +98,15 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if it is missing, not readable or holds something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of indented JSON."""
     write_text(path, json.dumps(value, indent=1) + "\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import CheckpointError
-from opslot._base.files import weights_in_other_formats
+from opslot._base.files import read_json_object, weights_in_other_formats
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.safetensors_file import TensorEntry, read_header
 
@@ -54,11 +54,7 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint; empty if it is missing, not readable or not an object."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return read_json_object(folder / "config.json")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

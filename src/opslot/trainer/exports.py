@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from opslot._base.files import write_json
+from opslot._base.files import read_json_object, write_json
 
 EXPORTS_FILE = "exports.json"
 
@@ -53,12 +52,8 @@ def _discard(old: Path, final: Path, ours: set[str]) -> None:
 
 def _recorded(output_dir: Path) -> dict[str, dict[str, Any]]:
     """The entries of exports.json that are valid; a kill or an edit may have left others."""
-    try:
-        found = json.loads((output_dir / EXPORTS_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
     return {
         name: entry
-        for name, entry in (found.items() if isinstance(found, dict) else ())
+        for name, entry in read_json_object(output_dir / EXPORTS_FILE).items()
         if isinstance(entry, dict) and type(entry.get("step")) is int and isinstance(entry.get("files"), list)
     }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, missing_package
+from opslot._base.files import read_json_object
 from opslot._base.hub import local_model
 from opslot._base.logging import get_logger
 from opslot._base.source import method_parameters
@@ -113,14 +113,8 @@ def multimodal_class(config: PreTrainedConfig) -> str:
 
 
 def _class_name(folder: Path) -> str | None:
-    for name in _FILES:
-        try:
-            found = json.loads((folder / name).read_text()).get("processor_class")
-        except (OSError, ValueError, AttributeError):
-            continue
-        if isinstance(found, str):
-            return found
-    return None
+    names = (read_json_object(folder / file).get("processor_class") for file in _FILES)
+    return next((name for name in names if isinstance(name, str)), None)
 
 
 def _without_video(name: str | None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from matplotlib.ticker import MaxNLocator
 
 from opslot._base.errors import ConfigError
-from opslot._base.files import write_text
+from opslot._base.files import read_json_object, write_text
 from opslot.trainer.callbacks.writers import METRICS_FILE, SAMPLES_FILE, read_lines, read_metrics
 
 REPORT_FILE = "report.html"
@@ -109,12 +108,12 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 def page(run: Path, records: Sequence[Mapping[str, Any]]) -> str:
     """The whole document."""
-    kernels = _read_json(run / "kernels.json")
+    kernels = read_json_object(run / "kernels.json")
     samples = [line for line in read_lines(run / SAMPLES_FILE) if {"prompt", "answer"} <= line.keys()]
     parts = [f"<header><h1>{escape(run.resolve().name)}</h1>", f"<p>{escape(str(run.resolve()))}</p></header>"]
     parts += ['<div class="cards">', *_figures(records), '</div><h2>Training</h2><div class="plots">']
     parts += [*(_plot(plot, records) for plot in _PLOTS), "</div>"]
-    if isinstance(kernels, dict):
+    if kernels:
         parts += _kernels(kernels)
     if samples:
         parts += _samples(samples)
@@ -268,13 +267,6 @@ def _prompt(sample: Mapping[str, Any]) -> str:
     """The prompt, after the names of its files."""
     media = sample.get("media")
     return "\n".join(map(str, [*(media if isinstance(media, list) else ()), sample["prompt"]]))
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _number(record: Mapping[str, Any], name: str) -> float | None:
