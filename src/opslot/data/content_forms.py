@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opslot.data.encoder import SampleError
-
-Message = dict[str, Any]
+from opslot.data.messages import Message
 
 _ROLES = ("system", "user", "assistant", "tool")
 _CALL: Message = {"id": "opslot000", "type": "function", "function": {"name": "opslot", "arguments": {}}}

@@ -109,8 +109,11 @@ def read_records(
     for part in ranges:
         try:
             yield from _READERS[part.format](part, columns.get(part.file, ()), problems, malformed)
-        except OSError as error:
-            problems.append(f"{part.file}: {error.strerror or error}")
+        except _DAMAGED as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            if part.file.suffix.lower() in COMPRESSIONS:
+                reason = f"cannot be decompressed ({error}); {AGAIN}"
+            problems.append(f"{part.file}: {reason}")
 
 
 def columns_in(file: Path, format: str, problems: list[str]) -> FileColumns | None:
@@ -236,31 +239,26 @@ def _read_text(
 
 
 def _read_json_lines(
-    part: ByteRange, _columns: Sequence[str], problems: list[str], malformed: list[str]
+    part: ByteRange, _columns: Sequence[str], _problems: list[str], malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     whole = part.file.suffix.lower() in COMPRESSIONS
-    try:
-        with _open(part.file) as lines:
-            start, stop = (0, None) if whole else _bounds(lines, part, _NEWLINE)
-            if not whole:
-                lines.seek(start)
-            offset = start
-            for number, line in enumerate(lines, 1):
-                if stop is not None and offset >= stop:
-                    break
-                offset += len(line)
-                if not line.strip():
-                    continue
-                where = Location(part.file, "line", number, start)
-                record, problem = _record_of_line(line)
-                if problem:
-                    malformed.append(f"{where}: {problem}")
-                else:
-                    yield where, record
-    except _DAMAGED as error:
+    with _open(part.file) as lines:
+        start, stop = (0, None) if whole else _bounds(lines, part, _NEWLINE)
         if not whole:
-            raise
-        problems.append(f"{part.file}: cannot be decompressed ({error}); {AGAIN}")
+            lines.seek(start)
+        offset = start
+        for number, line in enumerate(lines, 1):
+            if stop is not None and offset >= stop:
+                break
+            offset += len(line)
+            if not line.strip():
+                continue
+            where = Location(part.file, "line", number, start)
+            record, problem = _record_of_line(line)
+            if problem:
+                malformed.append(f"{where}: {problem}")
+            else:
+                yield where, record
 
 
 def _read_json_array(
@@ -284,8 +282,6 @@ def _read_json_array(
                     malformed.append(f"{where}: holds {json_type(item)}; the array must hold objects")
     except (ValueError, RecursionError) as error:
         problems.append(f"{part.file}: not a JSON array ({error}); {AGAIN}")
-    except _DAMAGED as error:
-        problems.append(f"{part.file}: cannot be decompressed ({error}); {AGAIN}")
 
 
 def _first_item(text: str, stream: TextIO) -> tuple[Any, str]:

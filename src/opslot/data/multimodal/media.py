@@ -34,7 +34,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 # Formats of animations, which may have a single frame.
 _ANIMATED = ("GIF", "WEBP")
 # Keys of a source, in the order in which they are looked for.
-_KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
+SOURCE_KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
 
 
 @dataclass(frozen=True)
@@ -213,13 +213,13 @@ def from_bytes(data: bytes) -> Any:
 def value_of(source: Any) -> Any:
     """What a source consists of: a mapping's first known key that is set, which may hold another source."""
     if isinstance(source, Mapping):
-        key = next((key for key in _KEYS if source.get(key) is not None), None)
+        key = next((key for key in SOURCE_KEYS if source.get(key) is not None), None)
         if key is None:
             has = ", ".join(map(str, source)) or "nothing"
             # MiniCPM-V's numbered images.
             is_named = any(str(name).startswith("<") for name in source)
             fix = "; give a list of sources, and <image> in the text for each" if is_named else ""
-            raise SampleError(f"a source has none of {', '.join(_KEYS)}; it has {has}{fix}")
+            raise SampleError(f"a source has none of {', '.join(SOURCE_KEYS)}; it has {has}{fix}")
         if key == "base64" and not str(source[key]).startswith("data:"):
             return f"data:;base64,{source[key]}"
         # A member of a tar file, in place of its name.

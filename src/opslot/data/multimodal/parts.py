@@ -11,7 +11,7 @@ from typing import Any
 
 from opslot.data.encoder import SampleError
 from opslot.data.messages import Message, messages_of, text_of
-from opslot.data.multimodal.media import KINDS
+from opslot.data.multimodal.media import KINDS, SOURCE_KEYS
 
 # Columns that hold the media of all messages in their order, as LLaMA-Factory, ms-swift and TRL read them.
 COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
@@ -20,7 +20,6 @@ _TAG = re.compile(r"<(image|video|audio)>")
 _PATH_TAG = re.compile(r"<img>[^<>\n]+</img>")
 # Whose turns the columns of texts are.
 _SPEAKER = {"prompt": "user", "completion": "assistant"}
-_SOURCES = ("path", "url", "bytes", "base64", "array", "frames", "file")
 # Settings of a part that qwen-vl-utils or Transformers apply, and the field for all samples.
 _SETTINGS = {
     **dict.fromkeys(("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels"), "data.max_pixels"),
@@ -267,7 +266,7 @@ def _source(part: Mapping[str, Any], kind: str) -> Any:
             if not extra:
                 return value
             return {**value, **extra} if isinstance(value, Mapping) else {_key_of(value): value, **extra}
-    return dict(part) if any(part.get(name) is not None for name in _SOURCES) else None
+    return dict(part) if any(part.get(name) is not None for name in SOURCE_KEYS) else None
 
 
 def _key_of(value: Any) -> str:
