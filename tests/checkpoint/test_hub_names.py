@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,13 @@ from torch import nn
 import opslot
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import save_weights
+from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.hub_names import hub_names
+from opslot.checkpoint.mapping import map_tensors
+from opslot.checkpoint.model_tensors import ModelTensors
+from opslot.checkpoint.safetensors_file import TensorEntry
 from opslot.verify.tiny import tiny_config
 
 
@@ -73,17 +78,26 @@ def test_renamed_tensors_and_experts_are_mapped(mixtral) -> None:
     experts = "model.layers.1.block_sparse_moe.experts"
     shapes = {"model.norm.weight": (8,), f"{experts}.2.w1.weight": (6, 8), f"{experts}.2.w3.weight": (6, 8)}
     names = hub_names(mixtral, {**shapes, "stranger": (1,)})
-    (converter,) = names.converters
-    assert isinstance(converter, SlicingConverter)
-    assert not converter.can_handle("stranger")
-    converter.inspect(shapes)
-    assert converter.layouts == {"model.layers.*.mlp.experts": "per_expert"}
-    whole = converter.slice_of("model.norm.weight", (8,))
+    problems = Problems("the checkpoint")
+    entries = {
+        name: TensorEntry(name, Path("a"), torch.float32, shape, 0, 0)
+        for name, shape in {**shapes, "stranger": (1,)}.items()
+    }
+    model = ModelTensors.of(mixtral)
+    mapping = map_tensors(entries, model, names.converters, problems, allow_missing=["*"], names=names)
+    assert mapping.layouts == {"model.layers.*.mlp.experts": "per_expert"}
+    placed = {item.entry.name: item.tensor_slice for item in mapping.slices}
+    assert placed.keys() == shapes.keys()
+    whole = placed["model.norm.weight"]
     assert (whole.target, whole.region) == ("model.norm.weight", (slice(0, 8),))
-    up = converter.slice_of(f"{experts}.2.w3.weight", (6, 8))
+    up = placed[f"{experts}.2.w3.weight"]
     assert up.target == "model.layers.1.mlp.experts.gate_up_proj"
     assert up.region == (slice(2, 3), slice(6, 12), slice(0, 8))
-    assert converter.missing(shapes) == [f"{experts}.{e}.{w}.weight" for e in (0, 1) for w in ("w1", "w3")]
+    with pytest.raises(CheckpointError) as caught:
+        problems.raise_if_any()
+    lacking = [line.strip() for line in str(caught.value).splitlines() if experts in line]
+    assert lacking == [f"- {experts}.{e}.{w}.weight" for e in (0, 1) for w in ("w1", "w3")]
+    assert "- stranger" in str(caught.value)
 
 
 def test_unknown_source_keys_are_those_of_save_pretrained(mixtral) -> None:
@@ -117,7 +131,7 @@ def conversion(model: nn.Module) -> tuple[CheckpointTensorConverter, dict[str, t
     parts = {f"model.layers.0.linear_attn.{name}_conv1d.weight": n for name, n in (("v", 8), ("q", 6), ("k", 6))}
     tensors = {name: torch.randn(n, 1, 4) for name, n in parts.items()}
     names = hub_names(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    _, converter = names.converters
+    converter, _ = names.converters
     return converter, tensors
 
 

@@ -2,8 +2,8 @@
 
 Transformers has renamings and conversions between the hub's checkpoints and the model for each architecture
 (`transformers.conversion_mapping`), which `save_pretrained` reverts. Here each source key is mapped by them:
-- tensors whose values are only copied are read slice by slice (`HubTensorConverter`): renamed tensors, and single
-  experts under names such as `w1`, which `ExpertTensorConverter` handles after renaming;
+- tensors whose values are only copied are read slice by slice: renamed tensors, and single experts under names such as
+  `w1`, which `ExpertTensorConverter` handles after renaming;
 - all others go through Transformers' conversion once its inputs are complete (`ConvertedTensors`).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,6 @@ from opslot.checkpoint.experts import STACKED_NAME, ExpertTensorConverter, famil
 from opslot.checkpoint.hub_format import HubFormat, transformers_view
 from opslot.checkpoint.model_tensors import stored_specs
 from opslot.checkpoint.safetensors_file import TensorSpec
-from opslot.checkpoint.tensor_slice import TensorSlice
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -37,7 +36,7 @@ class HubNames:
     Attributes:
         renamed: each source key, as Transformers renames it; the model need not have the result.
         copied: the source keys of tensors whose values are copied, and their names in the model or per expert.
-        converters: for every tensor that the model uses.
+        converters: of other tensors under their source keys, and of experts under the names in `copied`.
         source_keys: FQNs of the model with layer numbers as `*`, and their source keys.
         model: the model, of Transformers' class.
     """
@@ -53,7 +52,13 @@ class HubNames:
         if family_of(name) not in self.source_keys:
             saved = [family_of(stored) for stored in _saved_names(self.model, name) if _agree(stored, name)]
             self.source_keys[family_of(name)] = list(dict.fromkeys(saved)) or [family_of(name)]
-        return _source_keys(name, self.source_keys)
+        found = []
+        for key in self.source_keys[family_of(name)]:
+            # A number that the name does not have, as that of an expert, stays `*`.
+            for number in _NUMBER.findall(name):
+                key = key.replace(".*.", f".{number}.", 1)
+            found.append(key)
+        return found
 
 
 def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
@@ -135,10 +140,8 @@ class _Assigner:
                 self._learn(name, self._converted[key].targets)
 
     def result(self) -> HubNames:
-        placing = HubTensorConverter(self._copied, self._tensors, self._experts, self._known_keys)
-        return HubNames(
-            self._renamed, self._copied, [placing, *self._converted.values()], self._known_keys, self._model
-        )
+        converters: list[Converter] = [*self._converted.values(), self._experts]
+        return HubNames(self._renamed, self._copied, converters, self._known_keys, self._model)
 
     @cached_property
     def _written(self) -> dict[str, str]:
@@ -224,16 +227,6 @@ def _expert_number(name: str, target: str) -> int | None:
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
-def _source_keys(name: str, source_keys: Mapping[str, Sequence[str]]) -> list[str]:
-    """Source keys of `name`, like others of its family; a number that it does not have stays `*`."""
-    found = []
-    for key in source_keys.get(family_of(name), ()):
-        for number in _NUMBER.findall(name):
-            key = key.replace(".*.", f".{number}.", 1)
-        found.append(key)
-    return found
-
-
 def _saved_names(model: Any, name: str) -> list[str]:
     """The names under which `save_pretrained` writes the model's tensor `name`; none if that is unknown."""
     try:
@@ -243,65 +236,6 @@ def _saved_names(model: Any, name: str) -> list[str]:
         return list(revert_weight_conversion(model, {name: torch.empty(shape, device="meta")}))
     except Exception:  # a tensor that is converted together with others
         return []
-
-
-class HubTensorConverter:
-    """Copies tensors that have other names than the model's and the same values.
-
-    Args:
-        names: source keys, and their names in the model or for `experts`.
-        tensors: the model's.
-        experts: handles per-expert tensors.
-        source_keys: see `HubNames`.
-    """
-
-    def __init__(
-        self,
-        names: Mapping[str, str],
-        tensors: Mapping[str, TensorSpec],
-        experts: ExpertTensorConverter,
-        source_keys: Mapping[str, Sequence[str]],
-    ) -> None:
-        self._names = names
-        self._shapes = {name: spec.shape for name, spec in tensors.items()}
-        self._experts = experts
-        self._known_keys = source_keys
-
-    @property
-    def layouts(self) -> dict[str, str]:
-        """Layout of each family of expert tensors, once `inspect` ran."""
-        return self._experts.layouts
-
-    def can_handle(self, name: str) -> bool:
-        """Whether `name` is copied into the model."""
-        return name in self._names
-
-    def inspect(self, shapes: Shapes) -> None:
-        """Find the layout of each family of expert tensors.
-
-        Raises:
-            CheckpointError: as `ExpertTensorConverter.inspect`.
-        """
-        self._experts.inspect({self._names[name]: shape for name, shape in shapes.items()})
-
-    def slice_of(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
-        """The slice that tensor `name` fills.
-
-        Raises:
-            CheckpointError: as `ExpertTensorConverter.slice_of`.
-        """
-        renamed = self._names[name]
-        if not self._experts.can_handle(renamed):
-            return TensorSlice.whole(renamed, self._shapes[renamed])
-        try:
-            return self._experts.slice_of(renamed, shape)
-        except CheckpointError as error:
-            raise CheckpointError(error.problem.replace(renamed, name), hint=error.hint) from error
-
-    def missing(self, names: Iterable[str]) -> list[str]:
-        """The missing per-expert tensors of layers of which other tensors are present."""
-        lacking = self._experts.lacking(self._names[name] for name in names)
-        return [key for name in lacking for key in _source_keys(name, self._known_keys) or [name]]
 
 
 class ConvertedTensors:

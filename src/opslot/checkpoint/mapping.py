@@ -17,7 +17,7 @@ from opslot._base.errors import CheckpointError
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter, Converter, SlicingConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
-from opslot.checkpoint.hub_names import ConvertedTensors, HubNames, HubTensorConverter
+from opslot.checkpoint.hub_names import ConvertedTensors, HubNames
 from opslot.checkpoint.model_tensors import ModelTensors
 from opslot.checkpoint.quantized import whole_tensor
 from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry, TensorSpec
@@ -78,11 +78,17 @@ def map_tensors(
         problems: collects what is wrong; do not use the mapping if there is any.
         allow_missing, allow_extra: name patterns (`fnmatch`) of the model's and the checkpoint's tensors that
             may be missing or left out.
-        names: Transformers' renamings; converters get the source keys. None: names are the model's, except a base
-            model's prefix.
+        names: Transformers' renamings. None: names are the model's, except a base model's prefix.
     """
-    mapper = _Mapper(model, problems, allow_missing, allow_extra, names)
-    return mapper.map(_under_model_names(entries, model, converters) if names is None else dict(entries), converters)
+    if names is None:
+        named = _under_model_names(entries, model, converters)
+    else:
+        named = [(names.copied.get(name, name), entry) for name, entry in entries.items()]
+    return _Mapper(model, problems, allow_missing, allow_extra, names).map(named, converters)
+
+
+# A tensor of the checkpoint, and its name in the model or for a converter; the entry has its name in the file.
+_Named = tuple[str, TensorEntry]
 
 
 @dataclass(eq=False)
@@ -99,48 +105,53 @@ class _Mapper:
     damaged: set[str] = field(default_factory=set)
     explained: bool = False
 
-    def map(self, entries: dict[str, TensorEntry], converters: Sequence[Converter]) -> LoadMapping:
+    def map(self, entries: Sequence[_Named], converters: Sequence[Converter]) -> LoadMapping:
         owned, plain = _assign(entries, converters)
-        for converter, names in zip(converters, owned):
-            mine = {name: entries[name] for name in names}
+        for converter, mine in zip(converters, owned):
             if isinstance(converter, SlicingConverter):
                 self._place(converter, mine)
             elif mine:
                 self._dry_run(converter, mine)
-        for name in plain:
-            entry, target = entries[name], self.model.targets.get(name)
+        for name, entry in plain:
+            target = self.model.targets.get(name)
             if target is not None:
-                self._put(name, entry, TensorSlice.whole(target.name, target.shape))
+                self._put(entry, TensorSlice.whole(target.name, target.shape))
             else:
-                self._leave_out(name)
+                self._leave_out(entry.name)
         self._check_filled()
         return self.result
 
-    def _place(self, converter: SlicingConverter, mine: dict[str, TensorEntry]) -> None:
+    def _place(self, converter: SlicingConverter, mine: Sequence[_Named]) -> None:
         try:
-            converter.inspect({name: entry.shape for name, entry in mine.items()})
+            converter.inspect({name: entry.shape for name, entry in mine})
         except CheckpointError as error:
             self.problems.add("layout", error.problem, error.hint)
             self.damaged.update(self.model.targets)
             return
-        if isinstance(converter, ExpertTensorConverter | HubTensorConverter):
+        if isinstance(converter, ExpertTensorConverter):
             self.result.layouts |= converter.layouts
-        for name, entry in mine.items():
+        for name, entry in mine:
             try:
-                self._put(name, entry, converter.slice_of(name, entry.shape))
+                self._put(entry, converter.slice_of(name, entry.shape))
             except CheckpointError as error:
+                problem = error.problem.replace(name, entry.name)
                 hint = error.hint or "give the checkpoint of this model's config"
-                self.problems.add("tensors that cannot be mapped", error.problem, hint)
-        for item in converter.missing(mine):
+                self.problems.add("tensors that cannot be mapped", problem, hint)
+        for item in self._missing(converter, [name for name, _ in mine]):
             self.explained = True
             self.problems.add("incomplete experts", item, "add the missing shards or tensors")
 
-    def _dry_run(self, converter: CheckpointTensorConverter, mine: dict[str, TensorEntry]) -> None:
+    def _missing(self, converter: SlicingConverter, names: Iterable[str]) -> list[str]:
+        if self.names is None or not isinstance(converter, ExpertTensorConverter):
+            return converter.missing(names)
+        return [key for name in converter.lacking(names) for key in self.names.source_keys_of(name)]
+
+    def _dry_run(self, converter: CheckpointTensorConverter, mine: Sequence[_Named]) -> None:
         """Run a copy of a converter on meta tensors, and map what it returns."""
         copied = copy.deepcopy(converter)
         returned: list[tuple[str, Tensor]] = []
         try:
-            for name, entry in mine.items():
+            for name, entry in mine:
                 at = f"convert({name!r})"
                 returned += copied.convert(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")) or ()
             at = "finalize"
@@ -156,7 +167,7 @@ class _Mapper:
                 found=f"{type(error).__name__}: {error}",
                 hint="use only names and shapes, and return (name, tensor) pairs",
             ) from error
-        source = next(iter(mine.values()))
+        _, source = mine[0]
         for name, tensor in returned:
             target = self.model.targets.get(name)
             if target is None:
@@ -164,16 +175,16 @@ class _Mapper:
                 continue
             self.from_converters.add(target.name)
             entry = TensorEntry(name, source.file, tensor.dtype, tuple(tensor.shape), 0, 0)
-            self._account(name, entry, TensorSlice.whole(target.name, target.shape))
-        self.result.streams.append(Stream(converter, list(mine.items())))
+            self._account(entry, TensorSlice.whole(target.name, target.shape))
+        self.result.streams.append(Stream(converter, list(mine)))
 
-    def _put(self, name: str, entry: TensorEntry, tensor_slice: TensorSlice) -> None:
-        if self._account(name, entry, tensor_slice):
+    def _put(self, entry: TensorEntry, tensor_slice: TensorSlice) -> None:
+        if self._account(entry, tensor_slice):
             self.result.slices.append(MappedSlice(entry, tensor_slice))
 
-    def _account(self, name: str, entry: TensorEntry, tensor_slice: TensorSlice) -> bool:
+    def _account(self, entry: TensorEntry, tensor_slice: TensorSlice) -> bool:
         """Record the slice that `entry` fills; False if it does not fit or is filled already."""
-        target = self.model.targets[tensor_slice.target]
+        name, target = entry.name, self.model.targets[tensor_slice.target]
         if entry.shape != tensor_slice.shape:
             item = f"{name}: found {list(entry.shape)}, expected {list(tensor_slice.shape)}"
             self.problems.add("tensors of another shape", item, "give the checkpoint of this model's config")
@@ -192,19 +203,19 @@ class _Mapper:
             self.problems.add("parameters that a converter and another source fill", name, hint)
             return False
         if key in self.taken:
-            self._check_same(name, self.taken[key], entry)
+            self._check_same(self.taken[key], entry)
             return False
         self.taken[key] = entry
         self.filled[target.name] += volume(tensor_slice.region)
         return True
 
-    def _check_same(self, name: str, first: TensorEntry, second: TensorEntry) -> None:
+    def _check_same(self, first: TensorEntry, second: TensorEntry) -> None:
         """A tied tensor may be stored under each of its names if the values are equal."""
         a, b = (whole_tensor(MappedFile(entry.file), entry).reshape(-1) for entry in (first, second))
         if first.dtype != second.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             self.problems.add(
                 "tied tensors with different values",
-                f"{first.name} and {name}",
+                f"{first.name} and {second.name}",
                 "set tie_word_embeddings: false in the model's config, or remove one from the checkpoint",
             )
 
@@ -249,24 +260,24 @@ class _Mapper:
 
 def _under_model_names(
     entries: Mapping[str, TensorEntry], model: ModelTensors, converters: Sequence[Converter]
-) -> dict[str, TensorEntry]:
+) -> list[_Named]:
     """The tensors by name, with the base model's prefix of the model unless only the other name has a converter."""
     renamed = model.names_in_model(entries)
 
     def has_converter(name: str) -> bool:
         return any(converter.can_handle(name) for converter in converters)
 
-    return {
-        name if has_converter(name) and not has_converter(renamed[name]) else renamed[name]: entry
+    return [
+        (name if has_converter(name) and not has_converter(renamed[name]) else renamed[name], entry)
         for name, entry in entries.items()
-    }
+    ]
 
 
-def _assign(names: Iterable[str], converters: Sequence[Converter]) -> tuple[list[list[str]], list[str]]:
-    """The names that each converter handles, and the remaining ones."""
-    owned: list[list[str]] = [[] for _ in converters]
-    plain: list[str] = []
-    for name in names:
+def _assign(entries: Sequence[_Named], converters: Sequence[Converter]) -> tuple[list[list[_Named]], list[_Named]]:
+    """The tensors that each converter handles, and the remaining ones."""
+    owned: list[list[_Named]] = [[] for _ in converters]
+    plain: list[_Named] = []
+    for name, entry in entries:
         owner = next((i for i, converter in enumerate(converters) if converter.can_handle(name)), None)
-        (plain if owner is None else owned[owner]).append(name)
+        (plain if owner is None else owned[owner]).append((name, entry))
     return owned, plain
