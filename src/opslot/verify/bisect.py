@@ -24,7 +24,7 @@ from opslot.ops.attention.bits import select
 from opslot.ops.attention.reference import pack_bits
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, bound_config, explain
 from opslot.slots.bind import require_module
-from opslot.verify.parity import DRAWS, EAGER_FACTOR, Comparison, mean_of, nearest
+from opslot.verify.parity import DRAWS, EAGER_FACTOR, Comparison, double, mean_of, nearest, rms
 
 Way = Callable[["Suspect"], Iterable["Suspect"]]
 
@@ -63,7 +63,7 @@ class Suspect:
     def __str__(self) -> str:
         where = self.paths[0] or "model"
         where += f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
-        return f"{self.field}={self.kernel} at {where}: {self.problem or _figures(self.worst)}"
+        return f"{self.field}={self.kernel} at {where}: {self.problem or self.worst or ''}"
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Bisection:
 
     def __str__(self) -> str:
         if self.ok:
-            return f"no slot breaks parity; nearest to its bound is {_figures(self.whole)}"
+            return f"no slot breaks parity; nearest to its bound is {self.whole}"
         if not self.culprits:
-            return f"parity breaks, but no kernel breaks it alone: {_figures(self.whole)}"
+            return f"parity breaks, but no kernel breaks it alone: {self.whole}"
         return "\n".join(["parity breaks at", *(f"  {culprit}" for culprit in self.culprits)])
 
 
@@ -194,11 +194,11 @@ class _Expected:
             eager = loss_and_gradients(model, batch)
         grads = [name for name in fp64 if name != "loss"]
         # A gradient that cancels to nearly nothing is still a sum of terms of the others' size, as in `parity`.
-        rounding = dict.fromkeys(grads, eps * max((_rms(fp64[n]) for n in grads), default=0.0))
+        rounding = dict.fromkeys(grads, eps * max((rms(fp64[n]) for n in grads), default=0.0))
         # A loss is one number, whose error in eager may be small by luck: it may be as far off as gradients are.
         missed = sum((eager[n].double() - fp64[n]).square().sum().item() for n in grads)
         relative = (missed / (sum(fp64[n].square().sum().item() for n in grads) or 1.0)) ** 0.5
-        rounding["loss"] = max(eps, relative) * _rms(fp64["loss"])
+        rounding["loss"] = max(eps, relative) * rms(fp64["loss"])
         return cls(eager, fp64, rounding, selected)
 
     def compare(self, model: Any, batch: Mapping[str, Any], ulps: Mapping[str, float]) -> tuple[Comparison, ...]:
@@ -212,7 +212,7 @@ class _Expected:
         return tuple(self._compare(name, x, ulps) for name, x in found.items())
 
     def _compare(self, name: str, found: Tensor, ulps: Mapping[str, float]) -> Comparison:
-        error, eager_error = (_rms(x.double() - self.fp64[name]) for x in (found, self.eager[name]))
+        error, eager_error = (rms(x.double() - self.fp64[name]) for x in (found, self.eager[name]))
         allowed = 1.0 if name == "loss" else ulps.get(dtype_name(found.dtype), 1.0)
         bound = EAGER_FACTOR * eager_error + allowed * self.rounding[name]
         return Comparison(name, error if error == error else float("inf"), eager_error, bound)
@@ -321,17 +321,3 @@ def in_fp64(model: Any) -> Any:
     if hasattr(copied, "set_experts_implementation"):
         copied.set_experts_implementation("eager")
     return copied
-
-
-def double(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in batch.items()}
-
-
-def _rms(x: Tensor) -> float:
-    return (x.norm() / max(x.numel(), 1) ** 0.5).item()
-
-
-def _figures(worst: Comparison | None) -> str:
-    if worst is None:
-        return ""
-    return f"{worst.name}, error {worst.error:.2e}, eager {worst.eager_error:.2e}, bound {worst.bound:.2e}"

@@ -23,11 +23,11 @@ from opslot.models._multimodal.parts import parts_of
 from opslot.models._registry import declared_sub_model
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind
 from opslot.slots.protocol import is_own_attention, keeps_sequences
-from opslot.verify.bisect import PLAIN, Float64Mode, Selections, bisect, double, in_fp64, loss_and_gradients
+from opslot.verify.bisect import PLAIN, Float64Mode, Selections, bisect, in_fp64, loss_and_gradients
 from opslot.verify.compiled import compiled_step, padded_batch, reason_of
 from opslot.verify.isolated import Processes
 from opslot.verify.media import MediaSamples, packed_samples, parallel_samples
-from opslot.verify.parity import EAGER_FACTOR
+from opslot.verify.parity import EAGER_FACTOR, double
 from opslot.verify.random_model import (
     BATCH,
     LENGTH,

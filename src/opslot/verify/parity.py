@@ -55,6 +55,9 @@ class Comparison:
     def ok(self) -> bool:
         return self.error <= self.bound
 
+    def __str__(self) -> str:
+        return f"{self.name}, error {self.error:.2e}, eager {self.eager_error:.2e}, bound {self.bound:.2e}"
+
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -179,7 +182,7 @@ class Expectation:
 def expect(variant: OpVariant, arguments: dict[str, Any], seed: int = 0) -> Expectation:
     """Run the reference on `arguments` as they are and in float64."""
     eager = _run(variant, variant.reference, arguments, seed)
-    fp64 = _run(variant, variant.reference, _cast(arguments, torch.float64), seed, eager)
+    fp64 = _run(variant, variant.reference, double(arguments), seed, eager)
     return Expectation(variant, arguments, seed, eager, fp64)
 
 
@@ -209,18 +212,20 @@ def compare(
     fp64 = expected.fp64
     scales = {kind: _largest(t for key, t in fp64.items() if key.startswith("grad") == kind) for kind in (True, False)}
     allowed = expected.variant.tolerance_ulps.get(label.dtype, 1.0)
+    relative = relative_error or allowed * torch.finfo(getattr(torch, label.dtype)).eps / 2
     comparisons = []
     for key, wanted in expected.eager.items():
         mismatch = _mismatch(got.get(key), wanted)
         if mismatch:
             return replace(label, problem=f"{key}: {mismatch}")
-        if relative_error:
-            comparisons.append(_compare_norms(key, got[key], wanted, fp64[key], relative_error, factor=0.0))
-        elif by_norm:
-            rounding = allowed * torch.finfo(getattr(torch, label.dtype)).eps / 2
-            comparisons.append(_compare_norms(key, got[key], wanted, fp64[key], rounding))
+        if relative_error or by_norm:
+            known = fp64[key] if fp64[key].isfinite().all() else fp64[key].nan_to_num(0.0, 0.0, 0.0)
+            size, rounding = rms, relative * rms(known)
         else:
-            comparisons.append(_compare(key, got[key], wanted, fp64[key], allowed * scales[key.startswith("grad")]))
+            eps = torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0.0
+            size, rounding = _largest_element, eps * (allowed * scales[key.startswith("grad")])
+        factor = 0.0 if relative_error else EAGER_FACTOR
+        comparisons.append(_compare(key, got[key], wanted, fp64[key], size, rounding, factor))
     return replace(label, comparisons=tuple(comparisons))
 
 
@@ -273,16 +278,22 @@ def with_leaves(
     return call, leaves
 
 
-def _compare_norms(
-    name: str, got: Tensor, eager: Tensor, fp64: Tensor, rounding: float, factor: float = EAGER_FACTOR
+def _compare(
+    name: str, got: Tensor, eager: Tensor, fp64: Tensor, size: Callable[[Tensor], float], rounding: float, factor: float
 ) -> Comparison:
+    """The `size` of the errors, and the bound: `factor` times eager's plus `rounding`."""
     if fp64.numel() == 0:
         return Comparison(name, 0.0, 0.0, 0.0)
-    count = fp64.numel() ** 0.5
-    error, eager_error = ((_difference(x, fp64).norm() / count).item() for x in (got, eager))
-    known = fp64 if fp64.isfinite().all() else fp64.nan_to_num(0.0, 0.0, 0.0)
-    bound = factor * eager_error + rounding * (known.norm() / count).item()
-    return Comparison(name, error if error == error else float("inf"), eager_error, bound)
+    error, eager_error = (size(_difference(x, fp64)) for x in (got, eager))
+    return Comparison(name, error if error == error else float("inf"), eager_error, factor * eager_error + rounding)
+
+
+def rms(x: Tensor) -> float:
+    return (x.norm() / max(x.numel(), 1) ** 0.5).item()
+
+
+def _largest_element(x: Tensor) -> float:
+    return x.abs().max().item()
 
 
 def _incoming(output: Tensor, seed: int) -> Tensor:
@@ -292,9 +303,11 @@ def _incoming(output: Tensor, seed: int) -> Tensor:
     return torch.randn(output.shape, generator=generator, device=home).to(output.device)
 
 
-def _cast(arguments: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def double(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with floating-point tensors in float64."""
+
     def one(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.dtype.is_floating_point else x
+        return x.double() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
 
     return {name: tree_map(one, value) for name, value in arguments.items()}
 
@@ -320,17 +333,6 @@ def _difference(x: Tensor, fp64: Tensor) -> Tensor:
     if fp64.isfinite().all():
         return difference
     return difference.masked_fill_((x.isnan() & fp64.isnan()) | ((x == fp64) & fp64.isinf()), 0.0)
-
-
-def _compare(name: str, got: Tensor, eager: Tensor, fp64: Tensor, scale: float) -> Comparison:
-    if fp64.numel() == 0:
-        return Comparison(name, 0.0, 0.0, 0.0)
-    error = _difference(got, fp64).abs().max().item()
-    eager_error = _difference(eager, fp64).abs().max().item()
-    rounding = torch.finfo(got.dtype).eps * scale if got.dtype.is_floating_point else 0.0
-    if error != error:
-        error = float("inf")
-    return Comparison(name, error, eager_error, EAGER_FACTOR * eager_error + rounding)
 
 
 @contextmanager
