@@ -138,7 +138,7 @@ def test_time_of_a_tower_is_that_of_its_forward_and_backward_pass(monkeypatch):
             return Slow.apply(x * self.weight)
 
     clock = [0.0]
-    monkeypatch.setattr(step_process.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     model = nn.ModuleDict({"audio_tower": Tower(), "language_model": Tower()})
     times = step_process.TowerTimes(model, ("audio_tower",), torch.device("cpu"))
     absent = step_process.TowerTimes(model, ("visual",), torch.device("cpu"))

@@ -12,7 +12,6 @@ import itertools
 import json
 import statistics
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from opslot._base.files import write_text
 from opslot.bench.baselines import BASELINES, baseline_of
 from opslot.bench.step import EAGER, OWN_IMPLEMENTATIONS, WARM_UP
 from opslot.bench.step_inputs import Batch, config_of, media_batch, model_vocab_size, packed, text_batch
-from opslot.bench.timing import median_cpu
+from opslot.bench.timing import mark, median_cpu
 from opslot.slots.protocol import trained_model
 
 # torch.compile wraps a model in a module, and releases of Transformers differ in those around a language model.
@@ -154,16 +153,6 @@ def measure_steps(
     return found | {name: times.median(steps) for name, times in towers.items()}
 
 
-class _CpuMark:
-    """A point in time, with the interface of a CUDA event."""
-
-    def record(self) -> None:
-        self._seconds = time.perf_counter()
-
-    def elapsed_time(self, end: _CpuMark) -> float:
-        return (end._seconds - self._seconds) * 1e3
-
-
 class TowerTimes:
     """Marks when an encoder begins and ends, in forward and in backward.
 
@@ -185,9 +174,7 @@ class TowerTimes:
     def _mark(self, which: int) -> None:
         if torch.compiler.is_compiling():
             return
-        event = torch.cuda.Event(enable_timing=True) if self._on_cuda else _CpuMark()
-        event.record()
-        self._marks[which].append(event)
+        self._marks[which].append(mark(self._on_cuda))
 
     def _end_of_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         self._mark(1)
@@ -209,9 +196,9 @@ def _time_cuda(step: Callable[[], None], steps: int) -> tuple[float, float]:
     torch.cuda.reset_peak_memory_stats()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     marks[0].record()
-    for mark in marks[1:]:
+    for event in marks[1:]:
         step()
-        mark.record()
+        event.record()
     torch.cuda.synchronize()
     ms = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
     return ms, torch.cuda.max_memory_allocated() / 2**30

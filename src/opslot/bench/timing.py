@@ -58,6 +58,26 @@ def _gemm_ms(size: int, device: torch.device, dtype: torch.dtype) -> float:
     return measure(lambda: a @ b, device).ms
 
 
+class _CpuMark:
+    """A point in time, with the interface of a CUDA event."""
+
+    def record(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _CpuMark) -> float:
+        return (end._seconds - self._seconds) * 1e3
+
+
+def mark(on_gpu: bool) -> Any:
+    """Now, as a recorded event: of the GPU, or of the host."""
+    event = torch.cuda.Event(enable_timing=True) if on_gpu else _CpuMark()
+    event.record()
+    return event
+
+
 def measure(step: Callable[[], Any], device: torch.device) -> Time:
     """Median time of `step`, warm, with inputs that are not in the device's cache."""
     for _ in range(2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opslot._base.errors import ConfigError
+from opslot.bench.timing import mark
 from opslot.slots.protocol import ATTENTION_PREFIX
 from opslot.slots.report import format_table
 from opslot.slots.slot import BoundKernel
@@ -96,13 +96,9 @@ class Trace:
     def _finish(self) -> None:
         """Turn the recorded spans into times."""
         for traced, direction, start, end in self._spans:
-            if isinstance(start, float):
-                milliseconds = 1e3 * (end - start)
-            else:
-                end.synchronize()
-                milliseconds = start.elapsed_time(end)
+            end.synchronize()
             calls, name = self.calls[traced], f"{direction}_ms"
-            setattr(calls, name, getattr(calls, name) + milliseconds)
+            setattr(calls, name, getattr(calls, name) + start.elapsed_time(end))
         self._spans.clear()
 
 
@@ -183,23 +179,15 @@ def _timed(
     on_gpu = any(tensor.is_cuda for tensor in tensors)
     calls = record.calls.setdefault(traced, Calls())
     newest = _newest_node(tensors)
-    start = _now(on_gpu)
+    start = mark(on_gpu)
     output = kernel(*args, **kwargs)
-    record._spans.append((traced, "forward", start, _now(on_gpu)))
+    record._spans.append((traced, "forward", start, mark(on_gpu)))
     calls.forward += 1
     if newest is not None:
         nodes = list(_nodes_since(output, newest))
         for number, node in enumerate(nodes):
             _time_backward(record, traced, node, on_gpu, first=number == 0)
     return output
-
-
-def _now(on_gpu: bool) -> Any:
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _newest_node(tensors: list[torch.Tensor]) -> int | None:
@@ -231,11 +219,11 @@ def _time_backward(record: Trace, traced: TracedKernel, node: Any, on_gpu: bool,
     started: list[Any] = []
 
     def before(gradients: Any) -> None:
-        started.append(_now(on_gpu))
+        started.append(mark(on_gpu))
 
     def after(inputs: Any, gradients: Any) -> None:
         if record in _active and started:
-            record._spans.append((traced, "backward", started.pop(), _now(on_gpu)))
+            record._spans.append((traced, "backward", started.pop(), mark(on_gpu)))
             record.calls[traced].backward += first
 
     node.register_prehook(before)
