@@ -220,7 +220,7 @@ def _draw(model: Any, device: torch.device) -> None:
 
     def drawn(name: str, like: torch.Tensor) -> torch.Tensor:
         weight = torch.empty(like.shape, dtype=torch.bfloat16, device=device)
-        draw_weight(name, weight, 0, _STD)
+        draw_weight(name, weight, _STD)
         return weight
 
     with base_model(model):
@@ -234,7 +234,7 @@ def _draw(model: Any, device: torch.device) -> None:
         materialize(model, device)
         initialize(model, [], buffers)
         for name in names:
-            draw_weight(name, model.get_parameter(name), 0, _STD)
+            draw_weight(name, model.get_parameter(name), _STD)
     if has_adapters(model):
         initialize_adapters(model, 0, device)
 
@@ -283,7 +283,7 @@ def _transformers_model(task: Task, device: torch.device) -> Any:
     config = AutoConfig.for_model(**task.config)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    draw_weights(model, 0, _STD)
+    draw_weights(model, _STD)
     return model
 
 

@@ -121,9 +121,9 @@ def draw_weights(model: nn.Module, config: Any) -> None:
         if ".experts." in name:
             first = 0 if len(whole) == experts else dist.get_rank() * len(whole)
             for number, of_expert in enumerate(whole, first):
-                draw_weight(f"{name}.{number}", of_expert, 0, config.initializer_range)
+                draw_weight(f"{name}.{number}", of_expert, config.initializer_range)
         else:
-            draw_weight(name, whole, 0, config.initializer_range)
+            draw_weight(name, whole, config.initializer_range)
         if isinstance(parameter, DTensor):
             # Every rank takes its shard of what it has drawn.
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -265,7 +265,7 @@ def test_drawn_weights_depend_on_names_alone():
     # The names of modules around a language model differ by release of Transformers, and by torch.compile.
     first, second = model(0), nn.ModuleDict({"_orig_mod": nn.ModuleDict({"language_model": model(1)})})
     for m in (first, second):
-        draw_weights(m, 0, 0.02)
+        draw_weights(m, 0.02)
     for (_, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
         assert torch.equal(a, b)
     assert torch.equal(first["norm"].weight, torch.ones(4))

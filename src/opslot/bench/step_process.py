@@ -51,7 +51,7 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(task["device"])
     dtype = getattr(torch, task["dtype"])
     model, optimizer_class, kernels = _build(task, dtype)
-    draw_weights(trained_model(model), 0, task["model"].get("initializer_range", 0.02))
+    draw_weights(trained_model(model), task["model"].get("initializer_range", 0.02))
     optimizer = optimizer_class(model.parameters(), lr=task["lr"], betas=(0.9, 0.95), weight_decay=0.0)
     batch_at = _batches(task, dtype, device, model)
     result = measure_steps(model, optimizer, batch_at, task["steps"], device)
@@ -93,22 +93,22 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, seed: int, std: float) -> None:
+def draw_weights(model: nn.Module, std: float) -> None:
     """Give every parameter values that depend on its name alone, so that every implementation starts alike.
 
     Vectors named "weight" are norms' and become 1, biases 0, all others normal with `std`.
     """
     for name, parameter in model.named_parameters():
-        draw_weight(name, parameter, seed, std)
+        draw_weight(name, parameter, std)
 
 
-def draw_weight(name: str, weight: Tensor, seed: int, std: float) -> None:
+def draw_weight(name: str, weight: Tensor, std: float) -> None:
     """The values of `draw_weights`, written into a tensor that does not require a gradient."""
     if weight.ndim == 1:
         weight.fill_(1.0 if name.endswith("weight") else 0.0)
     else:
         own = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        generator = torch.Generator(weight.device).manual_seed(seed + zlib.crc32(own.encode()))
+        generator = torch.Generator(weight.device).manual_seed(zlib.crc32(own.encode()))
         weight.normal_(0.0, std, generator=generator)
 
 
