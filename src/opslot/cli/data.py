@@ -8,10 +8,16 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from opslot._base.labels import IGNORE_INDEX
+
 if TYPE_CHECKING:
-    from opslot.data.preview import Part
+    from transformers import PreTrainedTokenizerBase
+
     from opslot.trainer.config import RunConfig
 
 _TRAINED, _END = "\033[1;32m", "\033[0m"
@@ -45,9 +51,6 @@ def open_data(config: RunConfig) -> Iterator[Any]:
 
 
 def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, color: bool) -> None:
-    from opslot._base.labels import IGNORE_INDEX
-    from opslot.data.preview import documents_of, parts_of
-
     trained = total = shown = 0
     lengths: list[list[int]] = []
     batches, times = [], []
@@ -55,14 +58,14 @@ def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, col
         batches.append(batch)
         times.append(time.perf_counter())
     for number, batch in enumerate(batches):
-        documents = documents_of(batch)
+        documents = _documents_of(batch)
         lengths.append([len(ids) for ids, _ in documents])
         for ids, labels in documents:
             trained += int((labels != IGNORE_INDEX).sum())
             total += len(ids)
             if shown < samples:
                 shown += 1
-                parts = parts_of(data.tokenizer, ids, labels)
+                parts = _parts_of(data.tokenizer, ids, labels)
                 print(f"sample {shown} (micro batch {number + 1}, {len(ids)} tokens)")
                 print("  " + "".join(_marked(part, tokens, color) for part in parts).replace("\n", "\n  "))
                 print()
@@ -80,7 +83,62 @@ def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, col
         print(f"micro batch {number}: {sum(own)} tokens ({limit}) in {len(own)} documents of {listed}")
 
 
-def _marked(part: Part, tokens: bool, color: bool) -> str:
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive tokens that are all trained, with labels of one kind, or all not.
+
+    Attributes:
+        labels: of the tokens where they are not the tokens themselves, as in classification.
+    """
+
+    text: str
+    tokens: list[str]
+    trained: bool
+    labels: list[int]
+
+
+def _parts_of(tokenizer: PreTrainedTokenizerBase, input_ids: Any, labels: Any) -> list[_Part]:
+    """The parts of one document, from its int64 [S] tokens and labels as a trainer gives them to the model."""
+    ids, targets = np.asarray(input_ids), np.asarray(labels)
+    trained = targets != IGNORE_INDEX
+    # After an answer, the label can be the end-of-sequence token instead of the token that follows.
+    changes = np.flatnonzero(np.diff(trained) | np.diff(trained & (targets != ids))) + 1
+    bounds = [0, *changes.tolist(), len(ids)]
+    parts = []
+    for start, stop in itertools.pairwise(bounds):
+        part, own = ids[start:stop].tolist(), targets[start:stop].tolist()
+        parts.append(
+            _Part(
+                str(tokenizer.decode(part)),
+                [str(token) for token in tokenizer.convert_ids_to_tokens(part)],
+                bool(trained[start]),
+                own if trained[start] and own != part else [],
+            )
+        )
+    return parts
+
+
+def _documents_of(batch: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Tokens and labels, int64 [S], of each document in a micro batch, without padding."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    if "cu_seq_lens_q" in batch:
+        offsets = batch["cu_seq_lens_q"].tolist()
+        flat_ids, flat_labels = ids.flatten(), labels.flatten()
+        found = [(flat_ids[a:b], flat_labels[a:b]) for a, b in itertools.pairwise(offsets)]
+        # Padding is a document without labels at the end of a sample.
+        return [(tokens, own) for tokens, own in found if len(tokens) == 1 or (own != IGNORE_INDEX).any()]
+    mask = batch.get("attention_mask")
+    lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
+    if labels.ndim == 1:
+        # One label per text, which its last token predicts.
+        spread = ids.new_full(ids.shape, IGNORE_INDEX)
+        for row, length, label in zip(spread, lengths, labels, strict=True):
+            row[length - 1] = label
+        labels = spread
+    return [(tokens[:n], own[:n]) for tokens, own, n in zip(ids, labels, lengths, strict=True)]
+
+
+def _marked(part: _Part, tokens: bool, color: bool) -> str:
     text = " ".join(part.tokens) if tokens else part.text
     if part.labels:
         text += "=" + ",".join(map(str, part.labels))
