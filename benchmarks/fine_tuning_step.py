@@ -215,8 +215,7 @@ def _draw(model: Any, device: torch.device) -> None:
     """The values of `draw_weights`; a weight that is to be quantized is drawn and quantized alone."""
     from opslot.bench.step_process import draw_weight
     from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
-    from opslot.checkpoint.initialize import initialize
-    from opslot.checkpoint.materialize import materialize
+    from opslot.checkpoint.initialize import initialize, materialize
 
     def drawn(name: str, like: torch.Tensor) -> torch.Tensor:
         weight = torch.empty(like.shape, dtype=torch.bfloat16, device=device)

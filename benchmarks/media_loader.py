@@ -127,8 +127,7 @@ def timed_parts() -> Iterator[dict[str, float]]:
 
 def measure(folder: Path, workers: int, samples: int) -> tuple[float, float, dict[str, float]]:
     """Seconds per sample: of wall time, and of CPU time of this process, also by part."""
-    from opslot.cli.data import open_data
-    from opslot.data.preview import documents_of
+    from opslot.cli.data import documents_of, open_data
     from opslot.trainer.parse import load_config
 
     settings = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, OpslotError
-from opslot.trainer.threads import wait_without_spinning
+from opslot.trainer.main import wait_without_spinning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,8 +39,6 @@ def run_demo(
         options: further options, with the arguments of `add_argument`.
     """
     wait_without_spinning()
-    from opslot.trainer.display import make_console
-
     started = time.monotonic()
     parser = argparse.ArgumentParser(f"python -m demos.{name}", description=description)
     paths = {"output": Path("outputs", output), "config": Path("configs", f"{config}.yaml")}
@@ -50,6 +48,9 @@ def run_demo(
     for option, settings in options.items():
         parser.add_argument(f"--{option}", **settings)
     given = parser.parse_args(argv)
+    # After the help, since it imports torch.
+    from opslot.trainer.setup import make_console
+
     console = make_console()
     try:
         if not given.config.is_file():

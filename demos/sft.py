@@ -131,13 +131,13 @@ def answer(folder: Path, questions: list[str]) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from opslot.trainer.generating import generate_answers
+    from opslot.trainer.generating import generate_answer
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
-        return generate_answers(model, tokenizer, questions, 24)
+        return [generate_answer(model, tokenizer, question, 24) for question in questions]
 
 
 def _chat(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:

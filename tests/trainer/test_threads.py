@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from opslot.trainer import main
+from opslot.trainer.main import wait_without_spinning
 
 CODE = """
 import sys
@@ -28,5 +28,5 @@ def test_policy_of_the_user_is_kept(monkeypatch, set_by_user, expected):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if set_by_user:
         monkeypatch.setenv("OMP_WAIT_POLICY", set_by_user)
-    main._let_idle_threads_sleep()
+    wait_without_spinning()
     assert os.environ["OMP_WAIT_POLICY"] == expected

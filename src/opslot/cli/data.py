@@ -58,7 +58,7 @@ def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, col
         batches.append(batch)
         times.append(time.perf_counter())
     for number, batch in enumerate(batches):
-        documents = _documents_of(batch)
+        documents = documents_of(batch)
         lengths.append([len(ids) for ids, _ in documents])
         for ids, labels in documents:
             trained += int((labels != IGNORE_INDEX).sum())
@@ -118,7 +118,7 @@ def _parts_of(tokenizer: PreTrainedTokenizerBase, input_ids: Any, labels: Any) -
     return parts
 
 
-def _documents_of(batch: dict[str, Any]) -> list[tuple[Any, Any]]:
+def documents_of(batch: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Tokens and labels, int64 [S], of each document in a micro batch, without padding."""
     ids, labels = batch["input_ids"], batch["labels"]
     if "cu_seq_lens_q" in batch:

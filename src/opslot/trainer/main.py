@@ -53,7 +53,7 @@ def cli_train(argv: Sequence[str]) -> int:
     try:
         with stopped_by_signals():
             exit_with_launcher()
-            _let_idle_threads_sleep()
+            wait_without_spinning()
             # Outside of `_reported_by_first_rank`: an invalid environment does not give the rank of this process.
             launched_world_size()
             with _reported_by_first_rank():
@@ -76,8 +76,8 @@ def cli_train(argv: Sequence[str]) -> int:
     return 128 + result.signal if result.signal else 0
 
 
-def _let_idle_threads_sleep() -> None:
-    """Set OMP_WAIT_POLICY, unless the user has; has no effect after torch is imported.
+def wait_without_spinning() -> None:
+    """Let idle OpenMP threads sleep, unless the user has set OMP_WAIT_POLICY; no effect after torch is imported.
 
     OpenMP's default is to spin for milliseconds at the end of each parallel loop. Where another process also needs a
     core, a spinning thread keeps the one it waits for from running: with one busy neighbor on two cores, the demo's
