@@ -110,8 +110,10 @@ def digest_without_additions():
 
 
 _PATCHED = """
+import inspect
 import logging
 from transformers import AutoModelForCausalLM
+from transformers.models.arcee import modeling_arcee
 import opslot
 from opslot.models import register_architecture
 from opslot.patchgen import PatchConfig
@@ -121,6 +123,11 @@ logging.basicConfig(format="%(message)s", force=True)
 patch = PatchConfig("transformers.models.arcee.modeling_arcee")
 patch.override_method("ArceeForCausalLM.forward", "def forward(self, input_ids, **kwargs):\\n    return input_ids\\n")
 patch.modify_init("ArceeModel", "def f(self, config):\\n    self.extra = 1\\n")
+mlp = "    def forward(self, x):\\n        return self.up_proj(x)\\n"
+init = "    def __init__(self, config):\\n        super().__init__()\\n        self.in_proj = nn.Identity()\\n"
+patch.replace_class("ArceeMLP", f"class ArceeMLP(nn.Module):\\n{init}{mlp}")
+# With the same constructor, which is not reported.
+patch.replace_class("ArceeRMSNorm", inspect.getsource(modeling_arcee.ArceeRMSNorm))
 register_architecture("arcee", patch=patch)
 print(opslot.build_foundation_model(tiny_config("arcee")).model.extra)
 model = AutoModelForCausalLM.from_config(tiny_config("arcee"))
@@ -137,7 +144,7 @@ def test_what_a_registered_patch_replaces_is_reported(forks, tmp_path):
     out, err = forks.start(script).communicate()
     assert out.startswith("1\n")
     assert "chunk_loss': ArceeForCausalLM.forward has no slot: is replaced by a patch; use eager or auto" in out
-    assert err.count("changes ArceeModel.__init__, which has run before without the change") == 1
+    assert err.count("changes ArceeModel.__init__, ArceeMLP.__init__, which has run before without the change") == 1
 
 
 def test_forms_of_another_package(monkeypatch):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, list_problems
 from opslot._base.logging import get_logger
+from opslot._base.source import source_of
 from opslot.models._own_classes import (
     binds,
     class_made_from,
@@ -200,17 +201,29 @@ def _warn_of_unread(problem: str) -> None:
 def _report_constructors(moves: list[tuple[Any, type, type]]) -> None:
     """Log which constructors that a registered patch changes have not run, since the instances are older."""
     missed = []
-    for new in dict.fromkeys(new for _, _, new in moves):
+    for old, new in dict.fromkeys((old, new) for _, old, new in moves):
         architecture = architecture_of(new, generated=True)
         patch = REGISTERED_PATCHES.get(architecture.name) if architecture is not None else None
-        changed = {symbol for edit in patch.edits for symbol in edit.symbols} if patch is not None else set()
-        missed += [name for cls in new.__mro__ if (name := f"{cls.__name__}.__init__") in changed]
+        if patch is None:
+            continue
+        changed = {symbol for edit in patch.edits for symbol in edit.symbols}
+        before = {cls.__name__: _constructor(cls) for cls in old.__mro__}
+        missed += [
+            name
+            for cls in new.__mro__
+            if (name := f"{cls.__name__}.__init__") in changed
+            or (cls.__name__ in changed and _constructor(cls) != before.get(cls.__name__))
+        ]
     if missed:
         logger.warning(
-            "the registered patch changes %s, which has run before without the change; opslot.build_foundation_model "
-            "makes models with it",
+            "the registered patch changes %s, which has run before without the change, so attributes may be "
+            "missing; opslot.build_foundation_model makes models with it",
             ", ".join(dict.fromkeys(missed)),
         )
+
+
+def _constructor(cls: Any) -> str:
+    return source_of(cls.__init__)
 
 
 def _give_class(module: Any, old: type, new: type) -> None:
