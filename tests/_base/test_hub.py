@@ -184,6 +184,16 @@ def test_data_set_without_such_files_raises(hub, tmp_path):
     [
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin; pickled weights", "from_pretrained('org/name')"),
         (["config.json", "model.Q4.gguf"], "config.json, model.Q4.gguf", "GGUF files are for inference"),
+        (
+            ["config.json", "model.fp16.safetensors", "pytorch_model.bin"],
+            "only variants of the weights: model.fp16.safetensors",
+            "from_pretrained('org/name', variant='fp16').save_pretrained",
+        ),
+        (
+            ["config.json", "model.bf16-00001-of-00002.safetensors", "model.bf16-00002-of-00002.safetensors"],
+            "only variants of the weights: model.bf16-00001-of-00002.safetensors",
+            "variant='bf16'",
+        ),
         (["config.json", "consolidated.safetensors"], "config.json, consolidated", "names of the model's own library"),
     ],
 )

@@ -68,6 +68,13 @@ def only_pickles(folder: Path) -> str:
     return "found: pytorch_model.bin; pickled weights can run code"
 
 
+def only_a_variant(folder: Path) -> str:
+    for file in [*folder.glob("*.safetensors"), folder / INDEX]:
+        file.unlink()
+    safetensors.torch.save_file({"x": torch.ones(1)}, folder / "model.fp16.safetensors")
+    return r"found: only variants of the weights: model.fp16.safetensors\n  hint: .*variant='fp16'"
+
+
 def two_saves(folder: Path) -> str:
     safetensors.torch.save_file({"x": torch.ones(1)}, folder / "model.safetensors")
     return "holds both model.safetensors and an index of other files"
@@ -87,7 +94,19 @@ def absent(folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [cut, remove_shard, break_index, drop_index, misplace, repeat, only_pickles, two_saves, empty, absent],
+    [
+        cut,
+        remove_shard,
+        break_index,
+        drop_index,
+        misplace,
+        repeat,
+        only_pickles,
+        only_a_variant,
+        two_saves,
+        empty,
+        absent,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_damaged_folders_raise_and_change_nothing(moe_folder, make_model, damage) -> None:

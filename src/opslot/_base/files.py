@@ -67,6 +67,14 @@ def missing_path_hint(path: str) -> str:
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Whole, or one of several shards. Some models call their usual shards "model.safetensors-00001-of-00002.safetensors".
+_VARIANT = re.compile(r"model\.(?!safetensors)(?P<name>[^.]+?)(-\d+-of-\d+)?\.safetensors")
+
+
+def variant_of(name: str) -> str | None:
+    """Which variant of the weights a file has, such as "fp16" of model.fp16.safetensors; None for other files."""
+    found = _VARIANT.fullmatch(name)
+    return found and found["name"]
 
 
 def weights_in_other_formats(names: Sequence[str], model: str) -> tuple[str, str]:
@@ -76,6 +84,13 @@ def weights_in_other_formats(names: Sequence[str], model: str) -> tuple[str, str
         names: of its files.
         model: what Transformers takes to load it.
     """
+    variants = {name: variant for name in names if (variant := variant_of(name))}
+    if variants:
+        options = f"{model!r}, variant={next(iter(variants.values()))!r}"
+        return (
+            f"only variants of the weights: {', '.join([*variants][:3])}",
+            f"save one without a name: AutoModelForCausalLM.from_pretrained({options}).save_pretrained('new_folder')",
+        )
     pickles = [name for name in names if name.endswith(_PICKLES) and name != "training_args.bin"]
     if pickles:
         return (

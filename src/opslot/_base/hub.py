@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from opslot._base.errors import ConfigError, DataError
-from opslot._base.files import missing_path_hint, weights_in_other_formats, write_text
+from opslot._base.files import missing_path_hint, variant_of, weights_in_other_formats, write_text
 from opslot._base.launcher import is_first_local_rank
 
 DATASETS = "hf://datasets/"
@@ -149,7 +149,8 @@ def require_safetensors(name: str) -> None:
     if model is None or model.repo_type is not None:
         return
     names = _files_of(model.repo, model.revision, "model")
-    if names and not any(filter_repo_objects(names, allow_patterns=_WEIGHTS[0], ignore_patterns=[*_COPIES])):
+    weights = [*filter_repo_objects(names, allow_patterns=_WEIGHTS[0], ignore_patterns=[*_COPIES])]
+    if names and all(map(variant_of, weights)):
         found, hint = weights_in_other_formats(names, model.repo)
         raise ConfigError(f"{name} has no safetensors that Transformers reads", found=found, hint=hint)
 
