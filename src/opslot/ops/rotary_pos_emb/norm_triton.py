@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject, require_floats
 from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.specs import FLOATS
 from opslot.ops.rotary_pos_emb.kernels.norm_rotate import NormRotation, launch_backward, launch_forward
 from opslot.ops.rotary_pos_emb.triton import LABEL, check, empty_like
 
@@ -52,6 +53,12 @@ _norm_rotary = differentiable_op(
 )
 
 
+def _explain(q_weight: Tensor, k_weight: Tensor, width: int) -> NoReturn:
+    require_floats(LABEL, q_weight=q_weight, k_weight=k_weight)
+    name, weight = ("k_weight", k_weight) if q_weight.shape == (width,) else ("q_weight", q_weight)
+    reject(LABEL, name, f"its shape is {tuple(weight.shape)}, not {(width,)}", "use eager")
+
+
 def _variant(
     *, norm_last: bool = False, partial: bool = False, keep_dtype: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -80,10 +87,8 @@ def _variant(
         if rotary != width and (not partial or rotary % 2 or rotary > width):
             found = f"it has {rotary} channels for heads of {width}"
             reject(LABEL, "cos", found, "use eager, or the partial variant")
-        require_floats(LABEL, q_weight=q_weight, k_weight=k_weight)
-        for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-            if weight.shape != (width,):
-                reject(LABEL, name, f"its shape is {tuple(weight.shape)}, not {(width,)}", "use eager")
+        if not q_weight.shape == k_weight.shape == q.shape[-1:] or not {q_weight.dtype, k_weight.dtype} <= FLOATS:
+            _explain(q_weight, k_weight, width)
         cast_after = cast_after_weight or weight_offset
         options = float(q_eps), float(k_eps), weight_offset, cast_after, norm_last, keep_dtype
         q, k = _norm_rotary(q, k, q_weight, k_weight, cos, sin, *options)

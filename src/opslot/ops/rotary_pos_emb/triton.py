@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,24 +61,41 @@ class _Rotary(torch.autograd.Function):
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, same_width: bool = True) -> None:
     """Raise for arguments that would give wrong results; `q` and `k` are [B, heads, S, D] here."""
+    if q.ndim == k.ndim == 4 and q.dtype == k.dtype and cos.shape == sin.shape and cos.ndim == 3:
+        batch, _, tokens, width = q.shape
+        k_batch, _, k_tokens, k_width = k.shape
+        rows, cos_tokens, _ = cos.shape
+        if (
+            (k_batch, k_tokens, cos_tokens) == (batch, tokens, tokens)
+            and (k_width == width or not same_width)
+            and rows in (1, batch)
+            and q.dtype in FLOATS
+            and cos.dtype in FLOATS
+            and sin.dtype in FLOATS
+            and not cos.requires_grad
+            and not sin.requires_grad
+        ):
+            return
+    _explain(q, k, cos, sin, same_width)
+
+
+def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, same_width: bool) -> NoReturn:
     first = "x" if k is q else "q"
-    for name, x, dims in ((first, q, 4), ("k", k, 4), ("cos", cos, 3), ("sin", sin, 3)):
+    for name, x in ((first, q), ("k", k), ("cos", cos), ("sin", sin)):
         if x.dtype not in FLOATS:
             reject(LABEL, name, unsupported_dtype(x.dtype), "use eager")
-        if x.ndim != dims:
+        if x.ndim != (4 if name in "qkx" else 3):
             reject(LABEL, name, f"its shape is {tuple(x.shape)}", "use eager, or the layout of the op's contract")
     if q.dtype != k.dtype:
         reject(LABEL, "k", f"its dtype is {k.dtype} beside q's {q.dtype}", "use eager")
     batch, _, tokens, width = q.shape
-    k_batch, _, k_tokens, k_width = k.shape
-    if (k_batch, k_tokens) != (batch, tokens) or (same_width and k_width != width):
+    if (k.shape[0], k.shape[2]) != (batch, tokens) or (same_width and k.shape[3] != width):
         reject(LABEL, "k", f"its shape is {tuple(k.shape)} beside q's {tuple(q.shape)}", "use eager")
-    for name, x in (("cos", cos), ("sin", sin)):
-        if x.requires_grad:
-            reject(LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
-        rows, cos_tokens, _ = cos.shape
-        if x.shape != cos.shape or cos_tokens != tokens or rows not in (1, batch):
-            reject(LABEL, name, f"its shape is {tuple(x.shape)} for {first}'s {tuple(q.shape)}", "use eager")
+    name, x = ("cos", cos) if cos.requires_grad else ("sin", sin)
+    if x.requires_grad:
+        reject(LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
+    name, x = ("sin", sin) if sin.shape != cos.shape else ("cos", cos)
+    reject(LABEL, name, f"its shape is {tuple(x.shape)} for {first}'s {tuple(q.shape)}", "use eager")
 
 
 def _apply(
