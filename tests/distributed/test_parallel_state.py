@@ -162,12 +162,20 @@ def test_group_of_one():
     assert state.sp_group is None
 
 
-def test_rank_that_does_not_start_raises(monkeypatch, free_port):
-    environment = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+@pytest.mark.parametrize(
+    ("world", "missing"), [(2, "rank 1"), (4, "ranks 1, 2, 3"), (12, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more")]
+)
+def test_rank_that_does_not_start_is_named(monkeypatch, free_port, caplog, world, missing):
+    monkeypatch.setattr(parallel_state, "_REPORT_AFTER", 0.2)
+    environment = {"WORLD_SIZE": str(world), "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ParallelError, match="1 of 2 ranks have not started within 1 s"):
+    found = rf"{world - 1} of {world} ranks have not started within 1 s\n  found: {missing}\n  hint: "
+    with pytest.raises(ParallelError, match=found):
         init_parallel_state(device_type="cpu", timeout=datetime.timedelta(seconds=1))
+    assert [record.message.partition(" to start, for up to 1 s")[0] for record in caplog.records] == [
+        f"waiting for {missing}"
+    ]
 
 
 def test_rank_that_fails_before_it_starts_is_named(monkeypatch, free_port):

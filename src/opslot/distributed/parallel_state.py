@@ -34,12 +34,19 @@ from opslot._base.device import usable_device
 from opslot._base.errors import ConfigError, ParallelError
 from opslot._base.launcher import (
     exit_with_launcher,
+    is_first_local_rank,
     launched_by_torchrun,
     launched_rank,
     launched_with_rendezvous,
     launched_world_size,
 )
+from opslot._base.logging import get_logger
 
+logger = get_logger(__name__)
+
+# A rank imports for some seconds, on a loaded machine for a minute.
+_REPORT_AFTER = 60
+_SHOWN = 8
 # Added to the number of ranks that have started.
 _FAILED = -(1 << 40)
 
@@ -253,7 +260,9 @@ def _wait_for_start(timeout: datetime.timedelta) -> dist.Store:
     """
     world, store = launched_world_size(), _launched_store(timeout)
     key = _start_key("started")
-    deadline = time.monotonic() + timeout.total_seconds()
+    begin = time.monotonic()
+    deadline, report_at = begin + timeout.total_seconds(), begin + _REPORT_AFTER
+    store.set(_start_key(str(launched_rank())), "")
     started = store.add(key, 1)
     while started < world:
         if started < 0:
@@ -261,12 +270,28 @@ def _wait_for_start(timeout: datetime.timedelta) -> dist.Store:
         if time.monotonic() > deadline:
             raise ParallelError(
                 f"{world - started} of {world} ranks have not started within {timeout.total_seconds():.0f} s",
+                found=_missing_ranks(store),
                 hint="check that the launcher started them all, and their output",
             )
+        if time.monotonic() > report_at and is_first_local_rank():
+            logger.warning(
+                "waiting for %s to start, for up to %.0f s (timeout= of init_parallel_state); check that the launcher "
+                "started all ranks, and their output",
+                _missing_ranks(store),
+                timeout.total_seconds(),
+            )
+            report_at = deadline
         # Thousands of ranks must not load the store, which torchrun's agents use too: 5,000 requests/s at most.
         time.sleep(max(0.02, world / 5000))
         started = store.add(key, 0)
     return store
+
+
+def _missing_ranks(store: dist.Store) -> str:
+    """The ranks that have not started, such as "rank 3" or "ranks 8, 9, 10, 11 and 4 more"."""
+    ranks = [str(rank) for rank in range(launched_world_size()) if not store.check([_start_key(str(rank))])]
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:_SHOWN])}{more}"
 
 
 def report_failed_start(error: Exception) -> None:
