@@ -12,7 +12,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
         "computes attention itself, without the interface that kernels are selected by": ("Gemma4AudioAttention",),
         "gets a mask of blocks even where FlashAttention runs, before 5.20": ("PixtralAttention",),
-        "adds a bias of relative positions to its masks": ("Phi4MultimodalAudioAttention",),
         "is in an image or audio tower, or attends to its output": (
             "*Vision*Attention",
             "*VisionTokenizerAttnBlock",

@@ -346,17 +346,6 @@ def test_windows_that_a_config_has_for_single_layers():
     assert {chosen for chosen, _ in attention(report)} == {"sdpa"}
 
 
-def test_encoder_that_adds_a_bias_to_its_masks_keeps_transformers_attention():
-    """A kernel named for the model was bound to Phi-4 multimodal's audio encoder too, and raised for its dense mask."""
-    model = random_model(tiny_config("phi4_multimodal"))
-    report = opslot.apply(model, {"preset": "eager", "attn_implementation": "triton"})
-    rows = {row.slot: (row.chosen, row.why) for row in report if row.op == "attention"}
-    assert rows["model"][0] == rows["Phi4MultimodalVisionModel"][0] == "triton"
-    chosen, why = rows["Phi4MultimodalAudioModel"]
-    assert chosen == "eager"
-    assert why == "Phi4MultimodalAudioAttention gets masks that Phi4MultimodalAudioModel adds to"
-
-
 def test_attention_without_the_interface_that_reads_bools_is_skipped():
     """In Transformers 5.9 and 5.17, Gemma 4's of audio, which reads masks of eager attention the wrong way."""
     text = """

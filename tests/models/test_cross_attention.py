@@ -164,7 +164,7 @@ def test_kernels_without_masks_get_the_keys_that_are_not_padding(queries):
         torch.testing.assert_close(found, expected)
     found = attend(module, query, key, value, None, cross_attention=True)[0]
     torch.testing.assert_close(found, reference(module, query, key, value, None, is_causal=False)[0])
-    with pytest.raises(KernelError, match=r"cannot apply a dense mask .*\n  hint: .*overrides: \{PATH: "):
+    with pytest.raises(KernelError, match="cannot apply a dense mask"):
         attend(module, query, key, value, torch.zeros(2, 1, queries, 6), cross_attention=True)
 
 

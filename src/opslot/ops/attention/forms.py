@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from opslot.patchgen import PatchConfig, Slot, indexed_attention
-from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip, names_in
+from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.patchgen.packed_documents import documents_reach, pass_documents_to
 from opslot.patchgen.upstream import find_nodes
 from opslot.slots.protocol import ATTENTION_OPTIONS, COMPUTES_ATTENTION
@@ -272,7 +272,7 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     reader = _reads_masks_too(module)
     if reader:
         return f"gets masks that {reader} reads too"
-    adder = _adds_to_masks(module, name)
+    adder = _adds_to_masks(module)
     if adder:
         return f"gets masks that {adder} adds to"
     maker = next((name for name in module.classes if "ALL_MASK_ATTENTION_FUNCTIONS" in module.text(name)), None)
@@ -312,36 +312,17 @@ def _reads_masks_too(module: ModuleView) -> str:
     return ""
 
 
-def _adds_to_masks(module: ModuleView, attention: str) -> str:
-    """A class beside attention that adds to the masks it passes on, such as Beit's position bias, or "".
-
-    A sum of another mask, such as the bias of Phi-4 multimodal's audio encoder, is only for what its class makes.
-    """
+def _adds_to_masks(module: ModuleView) -> str:
+    """A class beside attention that adds to the masks it passes on, such as Beit's position bias, or ""."""
     for name, forward in module.methods():
         if "attention_interface" in module.text(forward):
             continue
         for node in find_nodes(ast.Assign, module.upstream.find(forward)):
             masks = {text for target in node.targets if (text := ast.unparse(target)).endswith("mask")}
             sums = [part for part in find_nodes(ast.BinOp, node.value) if isinstance(part.op, ast.Add)]
-            operands = [operand for part in sums for operand in (part.left, part.right)]
-            if masks & {*map(ast.unparse, operands)}:
-                return name
-            added = any(variable.endswith("mask") for operand in operands for variable in names_in(operand))
-            if added and "attention_mask" in masks and attention in _made_by(module, name):
+            if any(masks & {ast.unparse(part.left), ast.unparse(part.right)} for part in sums):
                 return name
     return ""
-
-
-def _made_by(module: ModuleView, name: str) -> set[str]:
-    """The classes of a module that a class names, and those that they name."""
-    waiting, found = [name], set[str]()
-    while waiting:
-        named = names_in(module.classes[waiting.pop()])
-        named.update(*(module.tables[table] for table in named & module.tables.keys()))
-        new = (named & module.classes.keys()) - found
-        found |= new
-        waiting += new
-    return found
 
 
 def _cross_calls(module: ModuleView, forward: str) -> tuple[str, Counter[str]] | None:

@@ -369,8 +369,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
             raise KernelError(
                 f"{getattr(kernel, '__name__', kernel)} cannot apply a dense mask {tuple(attention_mask.shape)}, which "
                 f"{type(module).__name__} was given",
-                hint="use sdpa or eager; where only one of the model's parts is given such masks, for its path: "
-                "overrides: {PATH: {attn_implementation: sdpa}}",
+                hint="use sdpa or eager",
             )
         found = function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return found if unseeing is None else (found[0].masked_fill(unseeing[:, :, None, None], 0), *found[1:])
