@@ -49,7 +49,7 @@ def run_demo(
         parser.add_argument(f"--{option}", **settings)
     given = parser.parse_args(argv)
     # After the help, since it imports torch.
-    from opslot.trainer.setup import make_console
+    from opslot.trainer.display import make_console
 
     console = make_console()
     try:
